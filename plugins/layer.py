@@ -1,0 +1,72 @@
+"""One decoder layer: an attention site and an MLP site on the residual streams."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.utils import make_viewless_tensor
+from torch import Tensor
+
+from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
+from glm5_next.plugins.mhc import HyperConnection
+from glm5_next.plugins.moe import Glm5NextRouter
+from glm5_next.plugins.packed_row import PackedRow
+
+
+@dataclass
+class HyperLayerSubmodules(TransformerLayerSubmodules):
+    """`widens_input` marks the model's first layer, which copies the embedding into every stream.
+
+    A flag and not `layer_number == 1`: Megatron gives that number to its multi-token-prediction layer too.
+    """
+
+    widens_input: bool = False
+
+
+class HyperTransformerLayer(TransformerLayer):
+    """Megatron's layer with hyper-connections instead of residual additions; `[s, b, N * h]` in and out."""
+
+    def __init__(
+        self, config: Glm5NextTransformerConfig, submodules: HyperLayerSubmodules, layer_number: int = 1, **kwargs
+    ):
+        super().__init__(config=config, submodules=submodules, layer_number=layer_number, **kwargs)
+        self.widens_input = submodules.widens_input
+        self.num_streams = config.glm5_next.num_streams
+        self.self_attention_hyper_connection = HyperConnection(config)
+        self.mlp_hyper_connection = HyperConnection(config)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        padding_mask: Tensor | None = None,
+        **unused,
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden_states `[s / tp, b, N * h]` (`[s / tp, b, h]` for the first layer) -> streams, and the context."""
+
+        def attention(x: Tensor) -> Tensor:
+            return self.self_attention(x, attention_mask=attention_mask, packed_seq_params=packed_seq_params)[0]
+
+        def mlp(x: Tensor) -> Tensor:
+            self._hand_over_routes(packed_seq_params)
+            return self.mlp(x, padding_mask=padding_mask)[0]
+
+        streams = hidden_states.repeat(1, 1, self.num_streams) if self.widens_input else hidden_states
+        streams = _site(streams, self.self_attention_hyper_connection, self.input_layernorm, attention)
+        streams = _site(streams, self.mlp_hyper_connection, self.pre_mlp_layernorm, mlp)
+        # A view would be freed by the pipeline schedule together with its base.
+        return make_viewless_tensor(streams, requires_grad=streams.requires_grad, keep_graph=True), context
+
+    def _hand_over_routes(self, row: PackedSeqParams | None) -> None:
+        """Gives the router this micro-batch's record, right before it runs: recomputation comes through here too."""
+        router = getattr(self.mlp, "router", None)
+        if isinstance(router, Glm5NextRouter):
+            router.replay = row.routes if isinstance(row, PackedRow) else None
+
+
+def _site(streams: Tensor, site: HyperConnection, norm: Callable, block: Callable[[Tensor], Tensor]) -> Tensor:
+    collapsed, weights = site.collapse(streams)
+    return site.merge(streams, block(norm(collapsed)), weights)

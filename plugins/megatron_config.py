@@ -1,0 +1,163 @@
+"""Megatron's view of the model: every field that matters, set on purpose."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from glm5_next.plugins.config import Glm5NextConfig
+from glm5_next.plugins.topology import Topology
+
+# What our modules do not implement; a run that asks for it would silently get something else.
+UNSUPPORTED = {
+    "apply_residual_connection_post_layernorm": False,
+    "bias_activation_fusion": False,  # Megatron's fused SwiGLU takes no clamp and drops it silently
+    "context_parallel_size": 1,
+    "cpu_offloading": False,
+    "fp32_residual_connection": False,
+    "mtp_num_layers": None,
+    "overlap_moe_expert_parallel_comm": False,  # schedules sublayers itself and would skip the hyper-connections
+    "moe_shared_expert_overlap": False,
+    "qk_layernorm": False,  # True sums complete gradients of anything named q_layernorm once more over TP
+}
+
+
+@dataclass
+class Glm5NextTransformerConfig(MLATransformerConfig):
+    """`MLATransformerConfig` that also carries the model's own description for our modules."""
+
+    glm5_next: Glm5NextConfig | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_supported(self)
+
+    @property
+    def device(self) -> torch.device:
+        """Where parameters are created: the CPU when asked, the current GPU otherwise."""
+        return torch.device("cpu") if self.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+
+
+def check_supported(config: TransformerConfig) -> None:
+    """Raises ValueError for settings under which Megatron would quietly compute something else."""
+    for field, wanted in UNSUPPORTED.items():
+        if getattr(config, field) != wanted:
+            raise ValueError(f"{field}={getattr(config, field)!r} is not supported for GLM-5.3-Flash, use {wanted!r}")
+    if config.recompute_granularity == "selective":
+        raise ValueError("recompute_granularity='selective' is not supported for GLM-5.3-Flash, use 'full'")
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ValueError(
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size} needs sequence_parallel=True: replicated "
+            "parameters (hyper-connections, router, norms) get partial gradients that are summed only with it"
+        )
+    if config.virtual_pipeline_model_parallel_size is not None and (
+        config.batch_p2p_comm or not config.overlap_p2p_comm
+    ):
+        raise ValueError(
+            "virtual pipeline stages need overlap_p2p_comm=True and batch_p2p_comm=False: with Megatron 0.19.2's "
+            "defaults losses are silently wrong at two stages and the run hangs at four"
+        )
+    if config.pipeline_model_parallel_size > 1 and not config.variable_seq_lengths:
+        raise ValueError(
+            "pipeline stages exchange the widened residual streams: variable_seq_lengths=True makes Megatron exchange "
+            "their shape first, without it the receiver allocates the wrong size"
+        )
+
+
+def megatron_config(
+    model: Glm5NextConfig, topology: Topology, *, dtype: torch.dtype, on_cpu: bool, **overrides: Any
+) -> Glm5NextTransformerConfig:
+    """The configuration that `GPTModel` is built with.
+
+    `dtype` is torch.float32 or torch.bfloat16; tensors that the model keeps in fp32 are so in both. `overrides` are
+    Megatron fields (recompute, finalisation hooks). Raises ValueError for what does not fit.
+    """
+    topology.check_model(model)
+    unknown = set(overrides) - {field.name for field in fields(Glm5NextTransformerConfig)}
+    if unknown:
+        raise ValueError(f"Megatron-Core's configuration has no field named {sorted(unknown)}")
+    settings = {**_architecture(model), **_parallelism(model, topology), **_numerics(dtype, on_cpu), **overrides}
+    return Glm5NextTransformerConfig(glm5_next=model, **settings)
+
+
+def _architecture(model: Glm5NextConfig) -> dict[str, Any]:
+    return {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_attention_heads,
+        "kv_channels": model.qk_head_dim,
+        "q_lora_rank": model.q_lora_rank,
+        "kv_lora_rank": model.kv_lora_rank,
+        "qk_head_dim": model.qk_head_dim,
+        "qk_pos_emb_head_dim": 0,  # NoPE
+        "v_head_dim": model.v_head_dim,
+        "rope_type": "rope",
+        "qk_layernorm": False,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.norm_eps,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "activation_func_clamp_value": model.swiglu_limit,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        # Lists, so that distributed checkpoints name every layer: they are not all alike.
+        "linear_attention_freq": [int(kind == "kda") for kind in model.attention_kinds],
+        "moe_layer_freq": [int(kind == "moe") for kind in model.mlp_kinds],
+        "num_moe_experts": model.num_experts,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": model.moe_ffn_hidden_size * model.num_shared_experts,
+        "moe_router_topk": model.num_experts_per_token,
+        "moe_router_topk_scaling_factor": model.routed_scaling_factor,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_dtype": "fp32",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_token_dispatcher_type": "alltoall",
+        "mtp_num_layers": None,
+    }
+
+
+def _parallelism(model: Glm5NextConfig, topology: Topology) -> dict[str, Any]:
+    stages = topology.layers_per_stage(model.num_layers)
+    layout = [["decoder"] * len(layers) for layers in stages]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return {
+        "tensor_model_parallel_size": topology.tp,
+        "pipeline_model_parallel_size": topology.pp,
+        "virtual_pipeline_model_parallel_size": topology.vpp,
+        "pipeline_model_parallel_layout": layout if topology.pp > 1 else None,
+        "expert_model_parallel_size": topology.ep,
+        "expert_tensor_parallel_size": topology.etp,
+        "context_parallel_size": 1,
+        "sequence_parallel": topology.tp > 1,
+        "variable_seq_lengths": True,
+        "overlap_p2p_comm": topology.vpp is not None,
+        "batch_p2p_comm": False,
+    }
+
+
+def _numerics(dtype: torch.dtype, on_cpu: bool) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "calculate_per_token_loss": True,
+        "use_cpu_initialization": on_cpu,
+        "transformer_impl": "local",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+    }

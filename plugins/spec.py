@@ -1,0 +1,126 @@
+"""The only place that says which modules the model is made of."""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from glm5_next.plugins.config import AttentionKind, MlpKind
+from glm5_next.plugins.dsa import DsaAttention, DsaSubmodules
+from glm5_next.plugins.kda import KdaAttention, KdaSubmodules
+from glm5_next.plugins.layer import HyperLayerSubmodules, HyperTransformerLayer
+from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
+from glm5_next.plugins.moe import Glm5NextRouter
+from glm5_next.plugins.norm import RMSNorm, StreamMeanNorm
+
+
+def kda_spec() -> ModuleSpec:
+    return ModuleSpec(module=KdaAttention, submodules=KdaSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+def dsa_spec() -> ModuleSpec:
+    return ModuleSpec(module=DsaAttention, submodules=DsaSubmodules(ColumnParallelLinear, RowParallelLinear))
+
+
+def dense_spec(config: Glm5NextTransformerConfig) -> Any:
+    return partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        ffn_hidden_size=config.ffn_hidden_size,
+    )
+
+
+def moe_spec(config: Glm5NextTransformerConfig) -> Any:
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            router=Glm5NextRouter,
+            experts=partial(SequentialMLP, submodules=linears),
+            shared_experts=partial(SharedExpertMLP, submodules=linears),
+        ),
+    )
+
+
+ATTENTION = {"kda": kda_spec, "dsa": dsa_spec}
+MLPS = {"dense": dense_spec, "moe": moe_spec}
+
+
+def layer_spec(
+    config: Glm5NextTransformerConfig, attention: AttentionKind, mlp: MlpKind, *, widens_input: bool
+) -> ModuleSpec:
+    """One layer of the given kinds."""
+    return ModuleSpec(
+        module=HyperTransformerLayer,
+        submodules=HyperLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ATTENTION[attention](),
+            pre_mlp_layernorm=RMSNorm,
+            mlp=MLPS[mlp](config),
+            widens_input=widens_input,
+        ),
+    )
+
+
+def get_glm5_next_spec(
+    config: Glm5NextTransformerConfig, vp_stage: int | None = None, pp_rank: int | None = None
+) -> TransformerBlockSubmodules:
+    """The decoder layers of one pipeline stage and the norm that closes the streams; goes into `GPTModel` as it is.
+
+    On the command line of Megatron-style trainers: `--spec glm5_next.plugins.spec get_glm5_next_spec`.
+    """
+    model = config.glm5_next
+    if model is None:
+        raise ValueError("the configuration has no glm5_next description; build it with plugins.megatron_config")
+    layers = [
+        layer_spec(config, model.attention_kinds[i], model.mlp_kinds[i], widens_input=i == 0)
+        for i in stage_layers(config, vp_stage, pp_rank)
+    ]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=StreamMeanNorm)
+
+
+def stage_layers(config: Glm5NextTransformerConfig, vp_stage: int | None, pp_rank: int | None = None) -> list[int]:
+    """0-based numbers of the layers that a pipeline stage builds."""
+    layout = config.pipeline_model_parallel_layout
+    if layout is not None:
+        return layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage, pp_rank=pp_rank)
+    first = get_transformer_layer_offset(config, vp_stage, pp_rank)
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)))
+
+
+def build_gpt_model(
+    config: Glm5NextTransformerConfig,
+    *,
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    vocab_size: int | None = None,
+) -> GPTModel:
+    """The model chunk of this rank. `vocab_size` is the padded one, if the caller pads it."""
+    model = config.glm5_next
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_glm5_next_spec(config, vp_stage),
+        vocab_size=padded_vocab_size(config) if vocab_size is None else vocab_size,
+        max_sequence_length=model.max_sequence_length,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="none",
+        vp_stage=vp_stage,
+    )
+
+
+def padded_vocab_size(config: Glm5NextTransformerConfig) -> int:
+    """Rounded up to a multiple of the TP size; the released vocabulary needs no padding up to 256 ranks."""
+    tp = config.tensor_model_parallel_size
+    return -(-config.glm5_next.vocab_size // tp) * tp
