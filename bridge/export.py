@@ -1,0 +1,100 @@
+"""This rank's parameters -> a stream of whole HF tensors, the same on every rank."""
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from torch import Tensor
+
+from glm5_next.bridge.local_tensors import LocalTensor, local_tensors, tensor_split, unwrapped
+from glm5_next.bridge.name_map import Tensors, inventory, sizes, text_tensors
+from glm5_next.bridge.transforms import unshard
+from glm5_next.plugins.config import Glm5NextConfig
+
+ExportDtype = Literal["source", "float32"]
+TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+
+
+@torch.no_grad()
+def export_weights(
+    chunks: Sequence[torch.nn.Module], config: Glm5NextConfig, dtype: ExportDtype = "source"
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (HF name, tensor) for every trained tensor, in model order, contiguous, gathered over TP, EP and PP.
+
+    Collective: every rank has to iterate to the end and sees all tensors. `dtype` is 'source' for the checkpoint's
+    own dtypes (fp32 masters of bf16 tensors are rounded) or 'float32'.
+    """
+    tensors = local_tensors(chunks, config)
+    stage_of, params_dtype = _stages(tensors), unwrapped(chunks[0]).config.params_dtype
+    stored = inventory(config)
+    for entry in text_tensors(config):
+        held = [tensors[name] for name in entry.megatron] if entry.megatron[0] in tensors else None
+        parts = _whole_parts(entry, held, stage_of, config, params_dtype)
+        for name, part in zip(entry.hf, parts, strict=True):
+            wanted = torch.float32 if dtype == "float32" else TORCH_DTYPES[stored[name].dtype]
+            yield name, part.view(stored[name].shape).to(wanted).contiguous()
+
+
+def _stages(tensors: dict[str, LocalTensor]) -> dict[str, int]:
+    """Megatron name -> the pipeline rank that holds it; experts under the name of any rank's share."""
+    group = mpu.get_pipeline_model_parallel_group()
+    names: list[list[str]] = [[] for _ in range(group.size())]
+    dist.all_gather_object(names, list(tensors), group=group)
+    return {name: stage for stage, held in enumerate(names) for name in held}
+
+
+def _whole_parts(
+    entry: Tensors,
+    held: list[LocalTensor] | None,
+    stage_of: dict[str, int],
+    config: Glm5NextConfig,
+    params_dtype: torch.dtype,
+) -> list[Tensor]:
+    """The entry's HF tensors on every rank, wherever the shards are."""
+    size, stage = sizes(config), _stage(entry, stage_of, config)
+    shape = [size[symbol] for symbol in entry.row.shape]
+    dtype = torch.float32 if entry.row.fp32_in_model else params_dtype
+    if held is not None:
+        parts = [part[: shape[0]] for part in unshard(_gather(torch.cat([x.tensor for x in held]), entry), entry.row)]
+    else:
+        parts = [torch.empty(shape, dtype=dtype, device=_device()) for _ in entry.hf]
+    if entry.expert is not None and stage == mpu.get_pipeline_model_parallel_rank():
+        owner = entry.expert // _experts_per_rank(config)
+        parts = _broadcast(parts, mpu.get_expert_model_parallel_group(), owner)
+    return _broadcast(parts, mpu.get_pipeline_model_parallel_group(), stage)
+
+
+def _gather(value: Tensor, entry: Tensors) -> list[Tensor]:
+    _, size, group = tensor_split(entry)
+    if entry.row.split is None or size == 1:
+        return [value]
+    shards = [torch.empty_like(value) for _ in range(size)]
+    dist.all_gather(shards, value.contiguous(), group=group)
+    return shards
+
+
+def _stage(entry: Tensors, stage_of: dict[str, int], config: Glm5NextConfig) -> int:
+    name = entry.megatron[0]
+    if entry.expert is not None:  # this rank's EP peers hold the other experts of the same layer
+        local = mpu.get_expert_model_parallel_rank() * _experts_per_rank(config)
+        name = name.replace(f".experts.{entry.expert}.", f".experts.{local}.")
+    return stage_of[name]
+
+
+def _experts_per_rank(config: Glm5NextConfig) -> int:
+    return config.num_experts // mpu.get_expert_model_parallel_world_size()
+
+
+def _device() -> torch.device:
+    gloo = dist.get_backend(mpu.get_pipeline_model_parallel_group()) == "gloo"
+    return torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
+
+
+def _broadcast(parts: list[Tensor], group: dist.ProcessGroup, source: int) -> list[Tensor]:
+    if group.size() > 1:
+        parts = [part.contiguous() for part in parts]
+        for part in parts:
+            dist.broadcast(part, src=dist.get_global_rank(group, source), group=group)
+    return parts

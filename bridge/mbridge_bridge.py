@@ -1,0 +1,103 @@
+"""Our bridge as an mbridge `LLMBridge`, so that `mbridge.AutoBridge.from_pretrained(path)` finds it.
+
+The table, the reader and the exporter are this package's; of mbridge's class only the public behaviour is used.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mbridge.core import LLMBridge, register_model
+from torch import Tensor
+
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.bridge.export import export_weights
+from glm5_next.bridge.hf_folder import HfFolderWriter
+from glm5_next.bridge.load import load_weights
+from glm5_next.bridge.name_map import inventory, trained_names
+from glm5_next.plugins.config import Glm5NextConfig
+from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig, megatron_config
+from glm5_next.plugins.spec import build_gpt_model
+from glm5_next.plugins.topology import Topology
+
+
+@register_model(["glm5_next", "glm5_next_text"])
+class Glm5NextBridge(LLMBridge):
+    """Builds, loads, exports and saves GLM-5.3-Flash on the current Megatron parallel state."""
+
+    TransformerConfigClass = Glm5NextTransformerConfig
+
+    @functools.cached_property
+    def model_config(self) -> Glm5NextConfig:
+        """From the folder's config.json where there is one: the Hugging Face object has filled in class defaults."""
+        folder = Path(self.hf_config.name_or_path)
+        return Glm5NextConfig.from_hf(folder if (folder / "config.json").is_file() else self.hf_config.to_dict())
+
+    def _build_config(self) -> Glm5NextTransformerConfig:
+        topology = Topology(
+            world_size=dist.get_world_size(),
+            tp=self.mpu.tp_size,
+            pp=self.mpu.pp_size,
+            ep=self.mpu.ep_size,
+            etp=self.mpu.etp_size,
+            vpp=self.mpu.vpp_size,
+        )
+        on_cpu = dist.get_backend(self.mpu.tp_group) == "gloo"
+        return megatron_config(self.model_config, topology, dtype=self.dtype, on_cpu=on_cpu, **self.extra_args)
+
+    def _model_provider(
+        self, post_model_creation_callbacks: Sequence[Callable[..., None]]
+    ) -> Callable[..., torch.nn.Module]:
+        def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
+            model = build_gpt_model(
+                self.config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
+            )
+            for callback in post_model_creation_callbacks:
+                callback(
+                    model,
+                    pre_process=pre_process,
+                    post_process=post_process,
+                    config=self.config,
+                    hf_config=self.hf_config,
+                )
+            return model
+
+        return provider
+
+    def load_weights(
+        self, models: Sequence[torch.nn.Module], weights_path: str, memory_efficient: bool = False
+    ) -> None:
+        """Loads a Hugging Face folder into this rank's chunks; always by byte range, whatever `memory_efficient`."""
+        load_weights(models, Checkpoint(weights_path))
+
+    def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (HF name, tensor) of every trained tensor in the checkpoint's dtypes, on every rank."""
+        yield from export_weights(models, self.model_config)
+
+    def save_weights(
+        self, models: Sequence[torch.nn.Module], weights_path: str, memory_efficient: bool = False
+    ) -> None:
+        """Writes a complete Hugging Face folder: trained tensors from the model, the rest from the source folder."""
+        source = Checkpoint(self.hf_config.name_or_path)
+        save_hf_folder(export_weights(models, self.model_config), source, Path(weights_path))
+
+
+def save_hf_folder(
+    weights: Iterator[tuple[str, Tensor]], source: Checkpoint, out: Path, dtype: Any = "source"
+) -> None:
+    """Drains a stream of exported tensors on every rank; global rank 0 writes them, and what the model does not hold.
+
+    Tensors outside the trained model (vision tower, multi-token-prediction layers) and the folder's other files come
+    from `source`.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        for _ in weights:
+            pass
+        return
+    with HfFolderWriter(out, source=source, dtype=dtype) as writer:
+        for name, tensor in weights:
+            writer.add(name, tensor.cpu())
+        writer.copy_from_source(sorted(set(inventory(source.config)) - trained_names(source.config)))
