@@ -1,0 +1,179 @@
+"""From samples to packed rows: which sample is trained where, and the tensors of one row. Needs torch only.
+
+T is the number of tokens of a row, padding included. A sample of S tokens is a document of S - 1 rows: token t goes in,
+token t + 1 is its label.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from glm5_next.launchers.types import Sample
+
+Plan = list[list[list[int]]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedRow:
+    """One micro-batch: documents one after the other, and at the end one document of padding where T asks for it.
+
+    input_ids, labels, position_ids: int64 [T]; positions restart at 0 in every document.
+    loss_mask: float32 [T], 1 where the label is a response token.
+    rollout_logprobs, advantages: float32 [T], of the label; 0 where the mask is.
+    cu_seqlens: int32 [documents + 1], from 0 to T.
+    routes: int16 [T, MoE layers, experts per token] of the input tokens, -1 in padding; None without replay.
+    sample_slices: rows of each of sample_ids, in order.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    cu_seqlens: torch.Tensor
+    position_ids: torch.Tensor
+    routes: torch.Tensor | None
+    sample_ids: tuple[str, ...]
+    sample_slices: tuple[slice, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Document:
+    """Arrays with one entry per row of the document, all cut from a sample by `_document`."""
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantages: np.ndarray
+    routes: np.ndarray | None
+
+
+def plan_step(lengths: Sequence[int], *, num_replicas: int, tokens_per_micro_batch: int, multiple: int) -> Plan:
+    """Replica -> micro-batch -> indices into `lengths` (rows of each sample: its tokens minus one).
+
+    Deterministic. Samples are spread so that replicas get about equally many tokens, then put into as few rows of at
+    most `tokens_per_micro_batch` as fit. Every replica has the same number of micro-batches, a positive multiple of
+    `multiple` (what a pipeline schedule wants); missing ones are empty. Raises ValueError that names a sample which
+    no row can hold.
+    """
+    for index, length in enumerate(lengths):
+        if not 1 <= length <= tokens_per_micro_batch:
+            raise ValueError(
+                f"sample {index} has {length} tokens to train on; a micro-batch holds 1 to {tokens_per_micro_batch} "
+                "(train.tokens_per_micro_batch)"
+            )
+    longest_first = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    plan = [
+        _fill_rows(share, lengths, tokens_per_micro_batch) for share in _shares(longest_first, lengths, num_replicas)
+    ]
+    count = max(1, *(len(rows) for rows in plan))
+    count += -count % multiple
+    return [rows + [[] for _ in range(count - len(rows))] for rows in plan]
+
+
+def plan_digest(plan: Plan) -> str:
+    """SHA-256 of a plan, for ranks to compare before the first forward."""
+    return hashlib.sha256(json.dumps(plan).encode()).hexdigest()
+
+
+def pack_row(
+    samples: Sequence[Sample],
+    advantages: Mapping[str, float],
+    *,
+    pad_to: int,
+    pad_token: int,
+    routes_shape: tuple[int, int] | None = None,
+) -> PackedRow:
+    """The tensors of one micro-batch; without samples, `pad_to` tokens of padding with a mask of zeros.
+
+    `advantages` is by sample id. T is padded up to a multiple of `pad_to` with `pad_token`. `routes_shape` (MoE layers,
+    experts per token) demands routes of every sample and gives them to an empty row too; without it, routes are packed
+    where the samples have them. Raises ValueError that names a sample without its advantage or routes.
+    """
+    if routes_shape is None and samples and samples[0].routes is not None:
+        routes_shape = (samples[0].routes.shape[1], samples[0].routes.shape[2])
+    documents = [_document(sample, advantages, routes_shape) for sample in samples]
+    filled = sum(len(document.input_ids) for document in documents)
+    num_padding = -filled % pad_to if samples else pad_to
+    if num_padding:
+        documents.append(_padding(num_padding, pad_token, routes_shape))
+    ends = np.cumsum([0] + [len(document.input_ids) for document in documents])
+    return PackedRow(
+        input_ids=_join([document.input_ids for document in documents]),
+        labels=_join([document.labels for document in documents]),
+        loss_mask=_join([document.loss_mask for document in documents]),
+        rollout_logprobs=_join([document.rollout_logprobs for document in documents]),
+        advantages=_join([document.advantages for document in documents]),
+        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
+        position_ids=_join([np.arange(len(document.input_ids)) for document in documents]),
+        routes=None if routes_shape is None else _join([document.routes for document in documents]),
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        sample_slices=tuple(slice(int(start), int(end)) for start, end in pairwise(ends))[: len(samples)],
+    )
+
+
+def _shares(order: Sequence[int], lengths: Sequence[int], num_replicas: int) -> list[list[int]]:
+    """Longest first to whichever replica has the fewest tokens."""
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    loads = [0] * num_replicas
+    for index in order:
+        replica = loads.index(min(loads))
+        shares[replica].append(index)
+        loads[replica] += lengths[index]
+    return shares
+
+
+def _fill_rows(order: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First fit: each sample goes to the first row that has room."""
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in order:
+        row = next((i for i, free in enumerate(room) if free >= lengths[index]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(budget)
+        rows[row].append(index)
+        room[row] -= lengths[index]
+    return rows
+
+
+def _document(sample: Sample, advantages: Mapping[str, float], routes_shape: tuple[int, int] | None) -> _Document:
+    """The only place that cuts a sample, so tokens, log-probabilities and routes cannot shift against each other."""
+    if sample.sample_id not in advantages:
+        raise ValueError(f"sample {sample.sample_id!r}: has no advantage")
+    found = None if sample.routes is None else sample.routes.shape[1:]
+    if found != routes_shape:
+        raise ValueError(f"sample {sample.sample_id!r}: routes are of shape {found}, expected {routes_shape} per token")
+    num_rows = len(sample.tokens) - 1
+    first_trained = sample.prompt_length - 1  # the last prompt token predicts the first response token
+    trained = np.arange(num_rows) >= first_trained
+    rollout_logprobs = np.zeros(num_rows, dtype=np.float32)
+    rollout_logprobs[trained] = sample.rollout_logprobs
+    return _Document(
+        input_ids=sample.tokens[:-1].astype(np.int64),
+        labels=sample.tokens[1:].astype(np.int64),
+        loss_mask=trained.astype(np.float32),
+        rollout_logprobs=rollout_logprobs,
+        advantages=np.where(trained, advantages[sample.sample_id], 0.0).astype(np.float32),
+        routes=sample.routes,
+    )
+
+
+def _padding(length: int, pad_token: int, routes_shape: tuple[int, int] | None) -> _Document:
+    tokens = np.full(length, pad_token, dtype=np.int64)
+    zeros = np.zeros(length, dtype=np.float32)
+    routes = None if routes_shape is None else np.full((length, *routes_shape), -1, dtype=np.int16)
+    return _Document(
+        input_ids=tokens, labels=tokens, loss_mask=zeros, rollout_logprobs=zeros, advantages=zeros, routes=routes
+    )
+
+
+def _join(arrays: Sequence[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
