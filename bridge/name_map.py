@@ -235,8 +235,8 @@ def _fill(rows: tuple[Row, ...], megatron: str, hf: str, layer: int | None, num_
             yield Tensors(row, row.megatron, row.hf, layer)
             continue
         for expert in range(num_experts):
-            names = [tuple(name.format(e=expert) for name in names) for names in (row.megatron, row.hf)]
-            yield Tensors(row, *names, layer, expert)
+            names, hf_names = (tuple(name.format(e=expert) for name in names) for names in (row.megatron, row.hf))
+            yield Tensors(row, names, hf_names, layer, expert)
 
 
 def text_tensors(config: Glm5NextConfig) -> Iterator[Tensors]:
@@ -259,11 +259,7 @@ def mtp_tensors(config: Glm5NextConfig) -> Iterator[Tensors]:
 @lru_cache(maxsize=8)
 def megatron_index(config: Glm5NextConfig) -> dict[str, Tensors]:
     """Global Megatron name (experts in the table's spelling) -> its tensors."""
-    return {
-        name: tensors
-        for tensors in (*text_tensors(config), *mtp_tensors(config))
-        for name in tensors.megatron
-    }
+    return {name: tensors for tensors in (*text_tensors(config), *mtp_tensors(config)) for name in tensors.megatron}
 
 
 def find(config: Glm5NextConfig, megatron_name: str) -> Tensors:
