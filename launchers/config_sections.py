@@ -140,12 +140,8 @@ class OptimizerSection(Section):
 class ReplaySection(Section):
     """Which discrete choices the trainer's forward takes over instead of making its own."""
 
-    routing: Literal["off", "record", "engine"] = Field(
-        default="engine", description="experts of a token: own choice, own choice of the first forward, or the engine's"
-    )
-    indexer: Literal["off", "record", "engine"] = Field(
-        default="off",
-        description="attended pools of a token: own choice, own choice of the first forward, or the engine's",
+    routing: Literal["off", "engine"] = Field(
+        default="engine", description="experts of a token: the trainer's own choice, or those the engine used"
     )
 
 
@@ -164,6 +160,11 @@ class TrainSection(Section):
     )
     recompute: Literal["none", "full"] = Field(
         default="none", description="activations computed again in the backward pass"
+    )
+    max_start_mismatch_kl: float = Field(
+        default=0.01,
+        gt=0,
+        description="the run stops if the first step's mean KL between engine and trainer is larger: they differ",
     )
 
 

@@ -7,7 +7,7 @@ token t + 1 is its label.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,16 +17,18 @@ import torch
 from glm5_next.launchers.types import Sample
 
 Plan = list[list[list[int]]]
+Scores = Mapping[str, np.ndarray]  # float32 [S - 1] of every label, by sample id
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PackedRow:
-    """One micro-batch: documents one after the other, and at the end one document of padding where T asks for it.
+class MicroBatch:
+    """One packed row: documents one after the other, and at the end one document of padding where T asks for it.
 
     input_ids, labels, position_ids: int64 [T]; positions restart at 0 in every document.
     loss_mask: float32 [T], 1 where the label is a response token.
     rollout_logprobs, advantages: float32 [T], of the label; 0 where the mask is.
     cu_seqlens: int32 [documents + 1], from 0 to T.
+    old_logprobs, reference_logprobs: float32 [T] of every label, 0 in padding; None where the step needs none.
     routes: int16 [T, MoE layers, experts per token] of the input tokens, -1 in padding; None without replay.
     sample_slices: rows of each of sample_ids, in order.
     """
@@ -38,9 +40,19 @@ class PackedRow:
     advantages: torch.Tensor
     cu_seqlens: torch.Tensor
     position_ids: torch.Tensor
+    old_logprobs: torch.Tensor | None
+    reference_logprobs: torch.Tensor | None
     routes: torch.Tensor | None
     sample_ids: tuple[str, ...]
     sample_slices: tuple[slice, ...]
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        moved = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,12 +102,15 @@ def pack_row(
     pad_to: int,
     pad_token: int,
     routes_shape: tuple[int, int] | None = None,
-) -> PackedRow:
+    old_logprobs: Scores | None = None,
+    reference_logprobs: Scores | None = None,
+) -> MicroBatch:
     """The tensors of one micro-batch; without samples, `pad_to` tokens of padding with a mask of zeros.
 
     `advantages` is by sample id. T is padded up to a multiple of `pad_to` with `pad_token`. `routes_shape` (MoE layers,
     experts per token) demands routes of every sample and gives them to an empty row too; without it, routes are packed
-    where the samples have them. Raises ValueError that names a sample without its advantage or routes.
+    where the samples have them. `old_logprobs` (the policy before the step's first update) and `reference_logprobs` are
+    needed only where the loss uses them. Raises ValueError that names a sample without its advantage or routes.
     """
     if routes_shape is None and samples and samples[0].routes is not None:
         routes_shape = (samples[0].routes.shape[1], samples[0].routes.shape[2])
@@ -105,7 +120,7 @@ def pack_row(
     if num_padding:
         documents.append(_padding(num_padding, pad_token, routes_shape))
     ends = np.cumsum([0] + [len(document.input_ids) for document in documents])
-    return PackedRow(
+    return MicroBatch(
         input_ids=_join([document.input_ids for document in documents]),
         labels=_join([document.labels for document in documents]),
         loss_mask=_join([document.loss_mask for document in documents]),
@@ -113,6 +128,8 @@ def pack_row(
         advantages=_join([document.advantages for document in documents]),
         cu_seqlens=torch.tensor(ends, dtype=torch.int32),
         position_ids=_join([np.arange(len(document.input_ids)) for document in documents]),
+        old_logprobs=_join_scores(old_logprobs, samples, num_padding),
+        reference_logprobs=_join_scores(reference_logprobs, samples, num_padding),
         routes=None if routes_shape is None else _join([document.routes for document in documents]),
         sample_ids=tuple(sample.sample_id for sample in samples),
         sample_slices=tuple(slice(int(start), int(end)) for start, end in pairwise(ends))[: len(samples)],
@@ -173,6 +190,19 @@ def _padding(length: int, pad_token: int, routes_shape: tuple[int, int] | None) 
     return _Document(
         input_ids=tokens, labels=tokens, loss_mask=zeros, rollout_logprobs=zeros, advantages=zeros, routes=routes
     )
+
+
+def _join_scores(scores: Scores | None, samples: Sequence[Sample], num_padding: int) -> torch.Tensor | None:
+    if scores is None:
+        return None
+    wrong = [
+        sample.sample_id
+        for sample in samples
+        if sample.sample_id not in scores or scores[sample.sample_id].shape != (len(sample.tokens) - 1,)
+    ]
+    if wrong:
+        raise ValueError(f"samples {wrong[:3]} have no score for each of their labels")
+    return _join([*(scores[sample.sample_id] for sample in samples), np.zeros(num_padding, dtype=np.float32)])
 
 
 def _join(arrays: Sequence[Any]) -> torch.Tensor:

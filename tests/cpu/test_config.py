@@ -96,7 +96,7 @@ def test_an_unknown_empty_section_is_refused_and_a_known_one_is_fine(tmp_path):
 
 
 def test_a_key_like_no_other_lists_its_section():
-    assert "section 'replay' has routing, indexer" in refusal("replay.qqqqqq=1")
+    assert "section 'replay' has routing" in refusal("replay.qqqqqq=1")
     assert "the sections are model, parallel" in refusal("qqqqqq.zzz=1")
 
 

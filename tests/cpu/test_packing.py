@@ -116,7 +116,8 @@ def test_a_row_is_what_it_looks_like_by_hand():
 
 
 def test_tensors_of_a_row_have_the_promised_types_and_one_length():
-    row = pack_row(SAMPLES, ADVANTAGES, pad_to=8, pad_token=PAD)
+    scores = {sample.sample_id: np.ones(len(sample.tokens) - 1, dtype=np.float32) for sample in SAMPLES}
+    row = pack_row(SAMPLES, ADVANTAGES, pad_to=8, pad_token=PAD, old_logprobs=scores, reference_logprobs=scores)
     types = {field.name: getattr(row, field.name).dtype for field in fields(row) if "sample" not in field.name}
     assert types == {
         "input_ids": torch.int64,
@@ -126,9 +127,25 @@ def test_tensors_of_a_row_have_the_promised_types_and_one_length():
         "advantages": torch.float32,
         "cu_seqlens": torch.int32,
         "position_ids": torch.int64,
+        "old_logprobs": torch.float32,
+        "reference_logprobs": torch.float32,
         "routes": torch.int16,
     }
     assert {len(getattr(row, name)) for name in types if name != "cu_seqlens"} == {16}
+
+
+def test_scores_go_where_their_labels_go():
+    scores = {sample.sample_id: sample.tokens[1:].astype(np.float32) for sample in SAMPLES}
+    row = pack_row(SAMPLES, ADVANTAGES, pad_to=8, pad_token=PAD, old_logprobs=scores)
+    assert row.reference_logprobs is None
+    for where in row.sample_slices:
+        assert row.old_logprobs[where].tolist() == row.labels[where].tolist()
+    assert row.old_logprobs[row.sample_slices[-1].stop :].tolist() == [0, 0, 0]
+
+
+def test_a_sample_without_its_score_is_named():
+    with pytest.raises(ValueError, match=SAMPLES[0].sample_id):
+        pack_row(SAMPLES, ADVANTAGES, pad_to=8, pad_token=PAD, reference_logprobs={})
 
 
 def test_a_full_row_has_no_padding_document():

@@ -1,0 +1,205 @@
+"""The training loop: sample, score, train, publish, record. Ordering rules live here and nowhere else.
+
+Weights change only in `_update`, after the step's samples are complete and before the next step asks for any; engines
+hold the new version, proved bit by bit and by a scored probe, before `weights_version` advances. A checkpoint is taken
+between steps, so `RunState` always describes a whole number of steps.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.grpo import group_advantages
+from glm5_next.launchers.metrics import MetricsLog
+from glm5_next.launchers.packing import Scores, plan_step
+from glm5_next.launchers.progress import Progress
+from glm5_next.launchers.run_state import RunState, step_seed
+from glm5_next.launchers.runtime.checkpoints import drop_old_checkpoints, step_folder
+from glm5_next.launchers.runtime.cluster import Cluster
+from glm5_next.launchers.runtime.preflight import Inputs
+from glm5_next.launchers.runtime.rollout import Rollout, Sampler, write_rollout
+from glm5_next.launchers.runtime.step_metrics import step_metrics
+from glm5_next.launchers.runtime.trainer import Batch, StepReport
+from glm5_next.launchers.types import Group, Sample
+
+# Largest median |log-probability difference| of the probe after a weight sync: rounding of the run's precision.
+PROBE_BOUND = {"fp32": 1e-4, "bf16": 0.1}
+
+
+class StopRequest:
+    """Set by the first Ctrl-C: the step in progress is finished and saved."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+
+@dataclass(eq=False)
+class Timer:
+    """Seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+
+class Controller:
+    """Runs steps of a `Cluster` until the run's last one."""
+
+    def __init__(self, run: RunConfig, inputs: Inputs, cluster: Cluster, run_dir: Path, state: RunState):
+        self.run, self.inputs, self.cluster, self.run_dir, self.state = run, inputs, cluster, run_dir, state
+        self.sampler = Sampler(run, inputs.tokenizer, cluster, inputs.reward)
+        self.topology = run.parallel.topology()
+
+    def loop(self, log: MetricsLog, progress: Progress, stop: StopRequest) -> None:
+        """All remaining steps, with checkpoints, evaluation and one record each."""
+        if self.state.next_step:  # a resumed run: engines still hold the weights the run started from
+            self.cluster.publish(self.state.weights_version)
+        while self.state.next_step < self.run.train.steps and not stop.requested:
+            step, timer = self.state.next_step, Timer()
+            with timer.phase("step"):
+                values = self._step(step, timer)
+                last = self.state.next_step == self.run.train.steps
+                every = self.run.train.checkpoint_every
+                if last or stop.requested or (every and self.state.next_step % every == 0):
+                    with timer.phase("checkpoint"):
+                        self._save()
+            values |= {f"seconds_{name}": seconds for name, seconds in timer.seconds.items()}
+            values["tokens_per_second"] = values.pop("tokens_all") / timer.seconds["step"]
+            log.write(step, values)
+            progress.update(step, values)
+
+    def export(self, out: Path) -> None:
+        """Writes the trained model as a Hugging Face folder."""
+        self.cluster.train("export", out)
+
+    def _step(self, step: int, timer: Timer) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if step == 0 and self.inputs.heldout:
+            with timer.phase("eval"):
+                extra["heldout_reward_start"] = self._evaluate(step, "start")
+        rollout = self.sampler.step(step, self.inputs.prompts, self.state.prompt_cursor, self.state.weights_version)
+        timer.seconds |= {"rollout": rollout.seconds_generate, "reward": rollout.seconds_reward}
+        write_rollout(self.run_dir, step, rollout)
+        reports, plans = self._update(rollout, timer)
+        values = step_metrics(rollout, reports, plans, self.state.weights_version)
+        self._check_start(step, values)
+        self._advance(rollout, trained=bool(reports))
+        if reports:
+            with timer.phase("sync"):
+                self._publish(rollout.kept[0].samples[0])
+        if self._evaluates_after(step):
+            with timer.phase("eval"):
+                extra["heldout_reward"] = self._evaluate(step, "heldout")
+        return values | extra
+
+    def _update(self, rollout: Rollout, timer: Timer) -> tuple[list[list[StepReport]], list[int]]:
+        """Optimizer steps on the kept groups: reports by mini-batch and rank, and micro-batches per replica."""
+        reports, plans = [], []
+        old, reference = self._scores(rollout.kept, timer)
+        for groups in _split(rollout.kept, self.run.grpo.mini_batches):
+            batch = replace(self._batch(groups), old_logprobs=old, reference_logprobs=reference)
+            with timer.phase("train"):
+                reports.append(self.cluster.train("train", batch))
+            plans.append(len(batch.plan[0]))
+        timer.seconds.setdefault("train", 0.0)
+        return reports, plans
+
+    def _scores(self, groups: Sequence[Group], timer: Timer) -> tuple[Scores | None, Scores | None]:
+        """Log-probabilities under the policy before the update (if it moves within the step) and the reference."""
+        timer.seconds["logprobs"] = 0.0
+        old = reference = None
+        if groups and self.run.grpo.mini_batches > 1:
+            with timer.phase("logprobs"):
+                old = _merged(self.cluster.train("score", self._batch(groups)))
+        if groups and self.run.grpo.kl_coef > 0:
+            with timer.phase("logprobs"):
+                reference = _merged(self.cluster.train("score", self._batch(groups), reference=True))
+        return old, reference
+
+    def _batch(self, groups: Sequence[Group]) -> Batch:
+        samples = tuple(sample for group in groups for sample in group.samples)
+        advantages: dict[str, float] = {}
+        for group in groups:
+            rewards = [sample.reward for sample in group.samples]
+            values = group_advantages(rewards, divide_by_std=self.run.grpo.divide_by_std)
+            advantages |= {sample.sample_id: value for sample, value in zip(group.samples, values)}
+        return self._planned(samples, advantages)
+
+    def _planned(self, samples: tuple[Sample, ...], advantages: Mapping[str, float]) -> Batch:
+        plan = plan_step(
+            [len(sample.tokens) - 1 for sample in samples],
+            num_replicas=self.topology.dp,
+            tokens_per_micro_batch=self.run.train.tokens_per_micro_batch,
+            multiple=self.topology.pp if self.topology.vpp else 1,
+        )
+        return Batch(samples=samples, advantages=advantages, plan=plan)
+
+    def _publish(self, sample: Sample) -> None:
+        """New weights to the engines, then the same tokens scored on both sides: derived copies escape checksums."""
+        self.cluster.publish(self.state.weights_version)
+        batch = self._planned((sample,), {sample.sample_id: 0.0})
+        ours = _merged(self.cluster.train("score", batch, replayed=False))[sample.sample_id]
+        for number, (theirs,) in enumerate(self.cluster.score([sample.tokens])):
+            difference = float(np.median(np.abs(ours - theirs)))
+            if not difference <= PROBE_BOUND[self.run.model.precision]:
+                raise RuntimeError(
+                    f"engine {number} holds the new weights bit by bit but scores a probe differently: median difference "
+                    f"{difference:.2e}; it computes with something derived from older weights"
+                )
+
+    def _evaluates_after(self, step: int) -> bool:
+        every = self.run.train.eval_every
+        last = step + 1 == self.run.train.steps
+        return bool(self.inputs.heldout) and (last or (every > 0 and (step + 1) % every == 0))
+
+    def _evaluate(self, step: int, stream: str) -> float:
+        """Mean reward of one sample per held-out prompt."""
+        seed = step_seed(self.run.train.seed, step, f"eval/{stream}")
+        version = self.state.weights_version
+        groups = self.sampler.groups(self.inputs.heldout, 1, seed, version, f"{stream}.{step}", Rollout())
+        return float(np.mean([group.samples[0].reward for group in groups]))
+
+    def _check_start(self, step: int, values: Mapping[str, Any]) -> None:
+        mismatch, bound = values["mismatch_kl_mean"], self.run.train.max_start_mismatch_kl
+        if step == 0 and mismatch is not None and not mismatch <= bound:
+            raise RuntimeError(
+                f"engine and trainer disagree before the first update: mean KL {mismatch:.2e} per token, "
+                f"train.max_start_mismatch_kl is {bound:.0e}; their weights or maths differ"
+            )
+
+    def _advance(self, rollout: Rollout, *, trained: bool) -> None:
+        kept = sum(len(group.samples) for group in rollout.kept)
+        drawn = len(rollout.samples)
+        self.state = replace(
+            self.state,
+            next_step=self.state.next_step + 1,
+            weights_version=self.state.weights_version + trained,
+            prompt_cursor=rollout.cursor,
+            samples_drawn=self.state.samples_drawn + drawn,
+            samples_trained=self.state.samples_trained + kept,
+            samples_dropped=self.state.samples_dropped + drawn - kept,
+        )
+
+    def _save(self) -> None:
+        self.cluster.train("save", step_folder(self.run_dir, self.state.next_step), self.state)
+        drop_old_checkpoints(self.run_dir, self.run.train.keep_checkpoints)
+
+
+def _split(groups: Sequence[Group], parts: int) -> list[list[Group]]:
+    """Consecutive, nearly equal parts without empty ones; a group is never split."""
+    bounds = [len(groups) * part // parts for part in range(parts + 1)]
+    return [list(groups[start:end]) for start, end in zip(bounds, bounds[1:]) if end > start]
+
+
+def _merged(scores_by_rank: Sequence[Scores]) -> dict[str, np.ndarray]:
+    return {name: value for scores in scores_by_rank for name, value in scores.items()}

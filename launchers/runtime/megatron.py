@@ -1,0 +1,135 @@
+"""Megatron-Core around the model: process groups, wrapped chunks, optimizer, schedule. One call per rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+
+from glm5_next.launchers.config import RunConfig
+from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
+from glm5_next.plugins.spec import build_gpt_model
+from glm5_next.plugins.topology import Topology
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+def start_ranks(topology: Topology, rank: int, store: dist.Store, *, on_cpu: bool, seed: int) -> None:
+    """Process groups and random states of one rank. `store` is shared by all ranks."""
+    dist.init_process_group(
+        "gloo" if on_cpu else "nccl",
+        store=store,
+        rank=rank,
+        world_size=topology.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=topology.tp,
+        pipeline_model_parallel_size=topology.pp,
+        virtual_pipeline_model_parallel_size=topology.vpp,
+        expert_model_parallel_size=topology.ep,
+        expert_tensor_parallel_size=topology.etp,
+    )
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def build_chunks(config: Glm5NextTransformerConfig) -> list[torch.nn.Module]:
+    """This rank's model chunks, one per virtual stage, in bf16 behind Megatron's cast module if the run is bf16."""
+    stages = range(config.virtual_pipeline_model_parallel_size or 1)
+    virtual = config.virtual_pipeline_model_parallel_size is not None
+    chunks: list[torch.nn.Module] = []
+    for stage in stages:
+        vp_stage = stage if virtual else None
+        chunk: torch.nn.Module = build_gpt_model(
+            config,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            vp_stage=vp_stage,
+        )
+        for parameter in chunk.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+    return chunks
+
+
+def wrap_ddp(
+    chunks: Sequence[torch.nn.Module], config: Glm5NextTransformerConfig, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Megatron's data parallelism: fp32 gradient buffers, summed (not averaged) over replicas.
+
+    The sum is divided by the number of trained tokens of the whole step when gradients are finalised, so a step does
+    not depend on how it is cut into micro-batches and ranks. A non-finite gradient stops the run.
+    """
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+        check_for_nan_in_grad=True,
+        average_in_collective=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+
+
+def build_optimizer(
+    run: RunConfig, chunks: Sequence[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Megatron's AdamW with gradient clipping, and its learning-rate schedule counted in optimizer steps."""
+    settings = run.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            adam_eps=settings.eps,
+            clip_grad=settings.clip_grad,
+            bf16=run.model.precision == "bf16",
+            params_dtype=torch.bfloat16 if run.model.precision == "bf16" else torch.float32,
+            use_distributed_optimizer=run.parallel.distributed_optimizer,
+        ),
+        list(chunks),
+    )
+    steps = run.train.steps * run.grpo.mini_batches
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.warmup_steps,
+        lr_decay_steps=max(steps, settings.warmup_steps + 1),
+        lr_decay_style=settings.schedule,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+def reset_gradients(chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Clears what the last step left: Megatron's buffers and the `.grad` that its fp32 optimizer points at them."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+
+
+def check_gradients_are_reset(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Raises RuntimeError if a gradient of the last step is still there: the next step would silently add to it."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.grad is not None:
+                raise RuntimeError(f"{name}.grad was not reset before the step; it would be counted twice")
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            if buffer.grad_data.any():
+                raise RuntimeError("a gradient buffer was not reset before the step; gradients would add up")

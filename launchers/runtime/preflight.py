@@ -1,0 +1,68 @@
+"""Everything that can be wrong with a run, found before a process is started or a file is written."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.prompts import PromptCursor, digest, read_prompts
+from glm5_next.launchers.rewards import Reward, check_answers, load_reward
+from glm5_next.launchers.runtime.rollout import longest_prompt
+from glm5_next.launchers.tiny_task import heldout_prompts, training_prompts
+from glm5_next.launchers.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Inputs:
+    """What a run reads before it starts."""
+
+    checkpoint: Checkpoint
+    tokenizer: Any
+    prompts: PromptCursor
+    prompts_digest: str
+    heldout: tuple[Prompt, ...]
+    reward: Reward
+    longest_prompt: int
+
+
+def check_inputs(run: RunConfig) -> Inputs:
+    """Opens and checks model, prompts and reward against each other; raises ValueError that names what is wrong."""
+    checkpoint = Checkpoint(run.model.checkpoint)
+    checkpoint.check_inventory()
+    run.parallel.topology().check_model(checkpoint.config)
+    tokenizer = _tokenizer(run.model.checkpoint)
+    training = training_prompts() if run.data.prompts == "tiny" else read_prompts(Path(run.data.prompts))
+    heldout: list[Prompt] = []
+    if run.data.heldout is not None:
+        heldout = heldout_prompts() if run.data.heldout == "tiny" else read_prompts(Path(run.data.heldout))
+    reward = load_reward(run.data.reward)
+    check_answers(reward, [*training, *heldout])
+    length, prompt_id = longest_prompt(tokenizer, [*training, *heldout])
+    if length + run.rollout.max_new_tokens > run.train.tokens_per_micro_batch:
+        raise ValueError(
+            f"prompt {prompt_id!r} has {length} tokens; with rollout.max_new_tokens = {run.rollout.max_new_tokens} it does "
+            f"not fit into train.tokens_per_micro_batch = {run.train.tokens_per_micro_batch}"
+        )
+    if length + run.rollout.max_new_tokens > checkpoint.config.max_sequence_length:
+        raise ValueError(
+            f"prompt {prompt_id!r} has {length} tokens; with rollout.max_new_tokens = {run.rollout.max_new_tokens} it is "
+            f"longer than the model's max_position_embeddings = {checkpoint.config.max_sequence_length}"
+        )
+    return Inputs(
+        checkpoint=checkpoint,
+        tokenizer=tokenizer,
+        prompts=PromptCursor(training, run.train.seed, run.data.shuffle),
+        prompts_digest=digest(training),
+        heldout=tuple(heldout),
+        reward=reward,
+        longest_prompt=length,
+    )
+
+
+def _tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"{folder / 'tokenizer.json'}: no such file; the checkpoint's tokenizer is needed")
+    return AutoTokenizer.from_pretrained(folder)

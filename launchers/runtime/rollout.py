@@ -1,0 +1,149 @@
+"""Prompts in, scored groups out: one step's samples, with groups that teach nothing replaced."""
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from glm5_next.launchers.atomic_write import write_atomic
+from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.grpo import has_spread
+from glm5_next.launchers.prompts import PromptCursor
+from glm5_next.launchers.rewards import Reward, score
+from glm5_next.launchers.run_state import step_seed
+from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.types import Group, Prompt, Sample
+
+
+class Engines(Protocol):
+    """All rollout engines of a run, seen as one."""
+
+    def generate(
+        self, prompts: Sequence[np.ndarray], samples_per_prompt: int, *, max_new_tokens: int, seed: int
+    ) -> list[list[Completion]]: ...
+
+
+@dataclass(eq=False)
+class Rollout:
+    """A step's groups. `dropped` are those whose rewards were all equal; `rounds` counts extra rounds of sampling."""
+
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+    rounds: int = 0
+    cursor: int = 0
+    seconds_generate: float = 0.0
+    seconds_reward: float = 0.0
+
+    @property
+    def samples(self) -> list[Sample]:
+        return [sample for group in (*self.kept, *self.dropped) for sample in group.samples]
+
+
+class Sampler:
+    """Turns prompts into scored groups with a tokenizer, engines and a reward."""
+
+    def __init__(self, run: RunConfig, tokenizer: Any, engines: Engines, reward: Reward):
+        self.run, self.tokenizer, self.engines, self.reward = run, tokenizer, engines, reward
+
+    def step(self, step: int, prompts: PromptCursor, cursor: int, weights_version: int) -> Rollout:
+        """Samples `prompts_per_step` groups, and up to `max_resample_rounds` times as many as were dropped again."""
+        settings, rollout = self.run.rollout, Rollout(cursor=cursor)
+        while True:
+            wanted = settings.prompts_per_step - len(rollout.kept)
+            drawn, rollout.cursor = prompts.take(wanted, rollout.cursor)
+            seed = step_seed(self.run.train.seed, step, f"rollout/{rollout.rounds}")
+            name = f"{step}.{rollout.rounds}"
+            for group in self.groups(drawn, settings.samples_per_prompt, seed, weights_version, name, rollout):
+                keep = not self.run.grpo.drop_zero_spread or has_spread([sample.reward for sample in group.samples])
+                (rollout.kept if keep else rollout.dropped).append(group)
+            done = len(rollout.kept) == settings.prompts_per_step
+            if done or rollout.rounds == self.run.grpo.max_resample_rounds:
+                return rollout
+            rollout.rounds += 1
+
+    def groups(
+        self, prompts: Sequence[Prompt], copies: int, seed: int, weights_version: int, name: str, timing: Rollout
+    ) -> list[Group]:
+        """One scored group per prompt; sample ids start with `name`."""
+        start = time.monotonic()
+        tokens = [encode(self.tokenizer, prompt) for prompt in prompts]
+        completions = self.engines.generate(
+            tokens, copies, max_new_tokens=self.run.rollout.max_new_tokens, seed=seed
+        )
+        timing.seconds_generate += time.monotonic() - start
+        start = time.monotonic()
+        groups = [
+            self._group(prompt, ids, answers, weights_version, f"{name}.{number}")
+            for number, (prompt, ids, answers) in enumerate(zip(prompts, tokens, completions, strict=True))
+        ]
+        timing.seconds_reward += time.monotonic() - start
+        return groups
+
+    def _group(
+        self, prompt: Prompt, tokens: np.ndarray, completions: Sequence[Completion], weights_version: int, name: str
+    ) -> Group:
+        samples = [
+            Sample(
+                prompt_id=prompt.id,
+                sample_id=f"{name}.{number}",
+                tokens=np.concatenate([tokens, completion.tokens]),
+                prompt_length=len(tokens),
+                rollout_logprobs=completion.logprobs,
+                reward=None,
+                routes=completion.routes,
+                finish_reason=completion.finish_reason,
+                weights_version=weights_version,
+                response_text=self.tokenizer.decode(completion.tokens.tolist()),
+            )
+            for number, completion in enumerate(completions)
+        ]
+        scored = [replace(sample, reward=score(self.reward, prompt, sample.response_text)) for sample in samples]
+        return Group(prompt=prompt, samples=tuple(scored))
+
+
+def encode(tokenizer: Any, prompt: Prompt) -> np.ndarray:
+    """int32 tokens of a prompt: chat messages through the model's template, plain text as it is."""
+    if prompt.messages is None:
+        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
+    else:
+        ids = tokenizer.apply_chat_template(
+            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    if not ids:
+        raise ValueError(f"prompt {prompt.id!r} has no tokens")
+    return np.array(ids, dtype=np.int32)
+
+
+def longest_prompt(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[int, str]:
+    """Length in tokens and id of the longest prompt."""
+    lengths = [(len(encode(tokenizer, prompt)), prompt.id) for prompt in prompts]
+    return max(lengths)
+
+
+
+
+def write_rollout(run_dir: Path, step: int, rollout: Rollout) -> None:
+    """Every sample of a step, one JSON line each, for people to read and for a resumed run to be compared with."""
+    lines = [
+        json.dumps(
+            {
+                "prompt_id": group.prompt.id,
+                "sample_id": sample.sample_id,
+                "reward": sample.reward,
+                "trained": trained,
+                "finish_reason": sample.finish_reason,
+                "num_tokens": len(sample.tokens),
+                "weights_version": sample.weights_version,
+                "prompt": group.prompt.text,
+                "response": sample.response_text,
+            }
+        )
+        for trained, groups in ((True, rollout.kept), (False, rollout.dropped))
+        for group in groups
+        for sample in group.samples
+    ]
+    write_atomic(run_dir / "rollouts" / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines).encode())

@@ -1,0 +1,193 @@
+"""One Megatron rank of a training run: what the controller calls, rank by rank."""
+
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.bridge.export import ExportDtype, export_weights
+from glm5_next.bridge.load import load_weights
+from glm5_next.bridge.mbridge_bridge import save_hf_folder
+from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.packing import Plan, Scores, pack_row, plan_digest
+from glm5_next.launchers.run_state import RunState
+from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkpoint
+from glm5_next.launchers.runtime.megatron import build_chunks, build_optimizer, start_ranks, wrap_ddp
+from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
+from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
+from glm5_next.launchers.types import Sample
+from glm5_next.plugins.megatron_config import megatron_config
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The samples of one update, for all ranks: who trains which is in the plan.
+
+    `old_logprobs` and `reference_logprobs` are scores of the same samples; None where the loss needs none.
+    """
+
+    samples: tuple[Sample, ...]
+    advantages: Mapping[str, float]
+    plan: Plan
+    old_logprobs: Scores | None = None
+    reference_logprobs: Scores | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepReport:
+    """What one rank knows of a step. `sums` and the log-probabilities are empty except where `speaks`."""
+
+    speaks: bool  # the rank that reports for its replica: last stage, first TP rank
+    sums: Mapping[str, float]
+    trainer_logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    grad_norm: float
+    lr: float
+    experts_same: int  # over all ranks
+    experts_total: int
+    memory_bytes: int
+
+
+class Trainer:
+    """Holds this rank's part of the model and its optimizer. Every public method is collective over all ranks."""
+
+    def __init__(self, run: RunConfig, rank: int, store: dist.Store, *, on_cpu: bool):
+        self.run, self.rank, self.topology = run, rank, run.parallel.topology()
+        self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
+        start_ranks(self.topology, rank, store, on_cpu=on_cpu, seed=run.train.seed)
+        self.source = Checkpoint(run.model.checkpoint)
+        self.model = self.source.config
+        dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[run.model.precision]
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        self.megatron = megatron_config(
+            self.model,
+            self.topology,
+            dtype=dtype,
+            on_cpu=on_cpu,
+            perform_initialization=False,
+            **(recompute if run.train.recompute == "full" else {}),
+        )
+        chunks = self._loaded_chunks()
+        self.reference = self._loaded_chunks() if run.grpo.kl_coef > 0 else None
+        self.chunks = wrap_ddp(chunks, self.megatron, distributed_optimizer=run.parallel.distributed_optimizer)
+        self.optimizer, self.scheduler = build_optimizer(run, self.chunks)
+        self.moe_layers = tuple(i for i, kind in enumerate(self.model.mlp_kinds) if kind == "moe")
+
+    def train(self, batch: Batch) -> StepReport:
+        """One optimizer step on a batch."""
+        rows = self._rows(batch)
+        collected, grad_norm, lr = train_step(self.chunks, self.optimizer, self.scheduler, rows, self.run.grpo)
+        same, total = self._expert_overlap(rows)
+        return StepReport(
+            speaks=self._speaks,
+            sums=collected.sums if self._speaks else {},
+            trainer_logprobs=_joined(collected.trainer_logprobs if self._speaks else []),
+            rollout_logprobs=_joined(collected.rollout_logprobs if self._speaks else []),
+            grad_norm=grad_norm,
+            lr=lr,
+            experts_same=same,
+            experts_total=total,
+            memory_bytes=_peak_memory(self.device),
+        )
+
+    def score(self, batch: Batch, *, replayed: bool = True, reference: bool = False) -> Scores:
+        """Log-probabilities of every label under the policy, or under the checkpoint the run started from.
+
+        Non-empty on ranks that speak for their replica. `replayed` uses the samples' recorded routes if the run replays
+        them; the reference always routes by itself.
+        """
+        chunks = self.reference if reference else self.chunks
+        assert chunks is not None, "the run keeps no reference (grpo.kl_coef is 0)"
+        scores = score_rows(chunks, self._rows(batch, replayed=replayed and not reference))
+        return scores if self._speaks else {}
+
+    def publish(self, sinks: Sequence[WeightSink], version: int) -> int:
+        """Sends the current weights to the engines and checks their bits. Returns the bytes sent (rank 0)."""
+        weights = export_weights(self.chunks, self.model, self._export_dtype)
+        if self.rank == 0:
+            return publish(weights, sinks, version)
+        for _ in weights:
+            pass
+        return 0
+
+    def export(self, out: Path) -> None:
+        """Writes a complete Hugging Face folder; the rest of it comes from the checkpoint the run started from."""
+        save_hf_folder(
+            export_weights(self.chunks, self.model, self._export_dtype), self.source, out, dtype=self._export_dtype
+        )
+
+    def save(self, folder: Path, state: RunState) -> None:
+        save_checkpoint(folder, state, self.chunks, self.optimizer, self.scheduler)
+
+    def load(self, folder: Path) -> RunState:
+        return load_checkpoint(folder, self.chunks, self.optimizer, self.scheduler)
+
+    def _loaded_chunks(self) -> list[torch.nn.Module]:
+        chunks = build_chunks(self.megatron)
+        load_weights(chunks, self.source)
+        return chunks
+
+    @property
+    def _export_dtype(self) -> ExportDtype:
+        # An fp32 run's weights are fp32; rounding them on the way out would give engine and export another policy.
+        return "float32" if self.run.model.precision == "fp32" else "source"
+
+    @property
+    def _speaks(self) -> bool:
+        return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+
+    def _rows(self, batch: Batch, *, replayed: bool = True) -> list[Row]:
+        """This replica's packed rows; raises RuntimeError unless all ranks hold the same plan."""
+        self._agree(plan_digest(batch.plan))
+        with_routes = replayed and self.run.replay.routing == "engine"
+        shape = (len(self.moe_layers), self.model.num_experts_per_token) if with_routes else None
+        samples = batch.samples if with_routes else [replace(sample, routes=None) for sample in batch.samples]
+        return [
+            Row.of(
+                pack_row(
+                    [samples[i] for i in micro_batch],
+                    batch.advantages,
+                    pad_to=self.topology.tp,
+                    pad_token=0,
+                    routes_shape=shape,
+                    old_logprobs=batch.old_logprobs,
+                    reference_logprobs=batch.reference_logprobs,
+                ),
+                self.moe_layers,
+                self.device,
+            )
+            for micro_batch in batch.plan[mpu.get_data_parallel_rank()]
+        ]
+
+    def _agree(self, digest: str) -> None:
+        digests: list[str] = [""] * self.topology.world_size
+        dist.all_gather_object(digests, digest)
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        if different:
+            raise RuntimeError(f"ranks {different} planned another step than rank 0; they would wait for ever")
+
+    def _expert_overlap(self, rows: Sequence[Row]) -> tuple[int, int]:
+        """Expert slots where live routing agrees with the record, and all recorded slots, over all ranks."""
+        replays = [row.params.routes for row in rows if row.params.routes is not None]
+        same = sum(int(count) for replay in replays for count in replay.same.values())
+        total = sum(int(count) for replay in replays for count in replay.total.values())
+        counts = torch.tensor([same, total], device=self.device)
+        dist.all_reduce(counts)
+        return int(counts[0]), int(counts[1])
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.float32)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Device memory on a GPU, resident set on a CPU; bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
