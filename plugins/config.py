@@ -5,6 +5,7 @@ another model (they say `index_kpool` 16, the released file says 4). Needs neith
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,17 @@ KDA_KEYS = {
     "kda_conv_width": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
     "kda_gate_lower_bound": ("gate_lower_bound", "linear_lower_bound"),
 }
+# All other numbers are counts.
+REAL_KEYS = (
+    "rms_norm_eps",
+    "swiglu_limit",
+    "routed_scaling_factor",
+    "hc_eps",
+    "gate_lower_bound",
+    "linear_lower_bound",
+)
+# Counts that multiply the number of tensors: an absurd one has to be refused before the tensors are listed.
+COUNT_LIMITS = {"n_routed_experts": 4096, "num_nextn_predict_layers": 16, "depth": 1024}
 # Keys with one supported value. The first group must be present; the second is checked only where a file has it
 # (transformers does not write those keys).
 REQUIRED_VALUES: dict[str, Any] = {
@@ -173,8 +185,8 @@ class Glm5NextConfig:
                 f"{where}: model_type is {raw.get('model_type')!r}; this package trains 'glm5_next' "
                 "(or its text-only form 'glm5_next_text')"
             )
-        text = raw.get("text_config", raw)
         try:
+            text = _section(raw, "text_config") if "text_config" in raw else raw
             _check_supported(raw, text)
             return cls(
                 **{field: _number(text, key) for field, key in PLAIN_KEYS.items()},
@@ -182,8 +194,8 @@ class Glm5NextConfig:
                 attention_kinds=_kinds(text, "layer_types", ATTENTION_KINDS),
                 mlp_kinds=_kinds(text, "mlp_layer_types", MLP_KINDS),
                 dtype=_dtype(raw, text),
-                num_mtp_layers=text.get("num_nextn_predict_layers", raw.get("num_nextn_predict_layers")) or 0,
-                vision=VisionConfig.from_hf(raw["vision_config"]) if raw.get("vision_config") else None,
+                num_mtp_layers=_mtp_layers(raw, text),
+                vision=VisionConfig.from_hf(_section(raw, "vision_config")) if raw.get("vision_config") else None,
             )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
@@ -208,7 +220,12 @@ class VisionConfig:
     def from_hf(cls, vision: Mapping[str, Any]) -> "VisionConfig":
         # in_channels is 3 where the file does not say; the shape of patch_embed.proj.weight is checked against it.
         sizes = {"in_channels": 3, **vision}
-        return cls(**{field: _number(sizes, field, "vision_config.") for field in cls.__dataclass_fields__})
+        config = cls(**{field: _number(sizes, field, "vision_config.") for field in cls.__dataclass_fields__})
+        if config.hidden_size % config.num_heads:
+            raise ValueError(
+                f"vision_config.hidden_size ({config.hidden_size}) must be a multiple of num_heads ({config.num_heads})"
+            )
+        return config
 
 
 def _read(source: "str | Path | Mapping[str, Any]") -> tuple[Mapping[str, Any], str]:
@@ -233,9 +250,33 @@ def _value(section: Mapping[str, Any], key: str, prefix: str = "") -> Any:
 
 def _number(section: Mapping[str, Any], key: str, prefix: str = "") -> Any:
     value = _value(section, key, prefix)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"{prefix}{key} must be a number, got {value!r}")
+    if key in REAL_KEYS:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise ValueError(f"{prefix}{key} must be a number, got {value!r}")
+    elif type(value) is not int or value <= 0:
+        raise ValueError(f"{prefix}{key} must be a positive whole number, got {value!r}")
+    if value > COUNT_LIMITS.get(key, math.inf):
+        raise ValueError(f"{prefix}{key} is {value}; more than {COUNT_LIMITS[key]} is refused")
     return value
+
+
+def _section(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    if not hasattr(raw[key], "keys"):
+        raise ValueError(f"{key} must be an object, got {raw[key]!r}")
+    return raw[key]
+
+
+def _names(text: Mapping[str, Any], key: str) -> list[str]:
+    names = _value(text, key)
+    if type(names) is not list or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key} must be a list of names, one per layer, got {names!r}")
+    return names
+
+
+def _mtp_layers(raw: Mapping[str, Any], text: Mapping[str, Any]) -> int:
+    key = "num_nextn_predict_layers"
+    value = text.get(key, raw.get(key))  # transformers does not write it
+    return 0 if value is None or value == 0 else _number({key: value}, key)
 
 
 def _check_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
@@ -246,7 +287,7 @@ def _check_supported(raw: Mapping[str, Any], text: Mapping[str, Any]) -> None:
         for section in (raw, text):
             if section.get(key) is not None:
                 _check_value(key, section[key], wanted)
-    shared = [layer for layer, kind in enumerate(_value(text, "indexer_types")) if kind != "full"]
+    shared = [layer for layer, kind in enumerate(_names(text, "indexer_types")) if kind != "full"]
     if shared:
         raise ValueError(f"indexer_types is not 'full' for layers {shared}; shared indexers are not supported")
 
@@ -258,7 +299,7 @@ def _check_value(key: str, value: Any, wanted: Any) -> None:
 
 
 def _kinds(text: Mapping[str, Any], key: str, names: Mapping[str, Any]) -> tuple:
-    layers = _value(text, key)
+    layers = _names(text, key)
     unknown = sorted({name for name in layers if name not in names})
     if unknown:
         raise ValueError(f"{key} has unknown entries {unknown}; known are {sorted(names)}")
@@ -266,15 +307,17 @@ def _kinds(text: Mapping[str, Any], key: str, names: Mapping[str, Any]) -> tuple
 
 
 def _kda_fields(text: Mapping[str, Any]) -> dict[str, Any]:
-    nested = text.get("linear_attn_config") or {}
+    nested = _section(text, "linear_attn_config") if text.get("linear_attn_config") else {}
     fields = {}
     for field, (nested_key, flat_key) in KDA_KEYS.items():
         if nested.get(nested_key) is not None:
             fields[field] = _number(nested, nested_key, "linear_attn_config.")
         elif field == "kda_gate_lower_bound" and nested_key in nested and nested.get("safe_gate", True):
             fields[field] = -5.0  # transformers' rule for an explicit null with the safe gate on
-        else:
+        elif text.get(flat_key) is not None:
             fields[field] = _number(text, flat_key)
+        else:
+            raise ValueError(f"keys 'linear_attn_config.{nested_key}' and {flat_key!r} are missing; one is needed")
     return fields
 
 
