@@ -51,7 +51,7 @@ class HfFolderWriter:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self._folder = stack.enter_context(staged_folder(self.out))
-            check_space(self._folder, sum(plan.num_bytes for plan in self._plans))
+            check_space(self.out, sum(plan.num_bytes for plan in self._plans))
             self._shards = ShardWriter(self._folder, self._plans)
             stack.push(self._finish)
             self._stack = stack.pop_all()
@@ -158,10 +158,10 @@ def staged_folder(out: str | Path) -> Iterator[Path]:
     _flush(out.parent)
 
 
-def check_space(folder: Path, num_bytes: int) -> None:
-    """Raises ValueError if the file system of `folder` has less room than that."""
-    if (free := shutil.disk_usage(folder).free) < num_bytes:
-        raise ValueError(f"{folder}: needs {num_bytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB left")
+def check_space(out: Path, num_bytes: int) -> None:
+    """Raises ValueError if the disk that `out` is to lie on has less room than that."""
+    if (free := shutil.disk_usage(out.parent).free) < num_bytes:
+        raise ValueError(f"{out}: needs {num_bytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB left")
 
 
 def write_index(folder: Path, tensors: dict[str, Stored], metadata: dict[str, Any]) -> None:

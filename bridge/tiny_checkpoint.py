@@ -53,7 +53,7 @@ def write_tiny_checkpoint(
     raw_config = composite_config(model)
     plans = _plan_shards(inventory(Glm5NextConfig.from_hf(raw_config)), model.shards)
     with staged_folder(out) as folder:
-        check_space(folder, sum(plan.num_bytes for plan in plans))
+        check_space(Path(out), sum(plan.num_bytes for plan in plans))
         shards = ShardWriter(folder, plans)
         for name, stored in shards.tensors.items():
             values = _draw(name, stored.shape, seed, spread, stream_scale)
