@@ -143,3 +143,30 @@ def test_an_installed_fla_is_never_called(source, tmp_path):
     lines = result.stdout.splitlines()
     assert lines[:2] == ["ran on torch beside fla", "a GPU kernel was called"], result.stdout + result.stderr
     assert lines[2].startswith("refused: ") and "was imported with fla installed" in lines[2]
+
+
+def pool_scores(indexer, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Score of every pool for every query, [queries, pools]; pools that a query cannot see have -inf."""
+    hidden, length = inputs["hidden_states"], inputs["hidden_states"].shape[1]
+    queries = indexer.wq_b(inputs["q_resid"]).view(length, indexer.n_heads, indexer.head_dim)
+    gate = torch.nn.functional.linear(hidden, indexer.index_kpool_compress_gate)
+    packed = torch.cat([indexer.k_norm(indexer.wk(hidden)), gate, torch.ones_like(gate[..., :1])], dim=-1)
+    pools = indexer.get_pooled_states(packed)[0][0]
+    scores = torch.einsum("qh,qhp->qp", indexer.weights_proj(hidden)[0], (queries @ pools.T).relu())
+    last_token = torch.arange(len(pools)) * indexer.index_kpool + indexer.index_kpool - 1
+    return scores.masked_fill(last_token > torch.arange(length)[:, None], -torch.inf)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_two_pools_tie_where_the_selection_ends(tmp_path, seed):
+    model = load_reference(write_tiny_checkpoint(tmp_path / "hf", seed=seed, dtype="float32", vision=False))
+    indexer = model.model.language_model.layers[3].self_attn.indexer
+    seen: list[dict[str, torch.Tensor]] = []
+    indexer.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=torch.randint(117, (1, 500), generator=torch.Generator().manual_seed(seed)))
+        ordered = pool_scores(indexer, seen[0]).sort(-1, descending=True).values
+    taken = indexer.index_topk // indexer.index_kpool
+    last, first_left_out = ordered[:, taken - 1], ordered[:, taken]
+    assert (first_left_out > -torch.inf).sum() > 450
+    assert (last > first_left_out)[first_left_out > -torch.inf].all()
