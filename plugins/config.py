@@ -180,6 +180,8 @@ class Glm5NextConfig:
         key for anything missing, unsupported or inconsistent.
         """
         raw, where = _read(source)
+        if not hasattr(raw, "keys"):
+            raise ValueError(f"{where}: expected a JSON object, got {type(raw).__name__}")
         if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
             raise ValueError(
                 f"{where}: model_type is {raw.get('model_type')!r}; this package trains 'glm5_next' "
@@ -312,7 +314,9 @@ def _kda_fields(text: Mapping[str, Any]) -> dict[str, Any]:
     for field, (nested_key, flat_key) in KDA_KEYS.items():
         if nested.get(nested_key) is not None:
             fields[field] = _number(nested, nested_key, "linear_attn_config.")
-        elif field == "kda_gate_lower_bound" and nested_key in nested and nested.get("safe_gate", True):
+        elif field == "kda_gate_lower_bound" and nested_key in nested:
+            if not nested.get("safe_gate", True):
+                raise ValueError("linear_attn_config turns the safe gate off; only a bounded decay is supported")
             fields[field] = -5.0  # transformers' rule for an explicit null with the safe gate on
         elif text.get(flat_key) is not None:
             fields[field] = _number(text, flat_key)
