@@ -13,14 +13,20 @@ from glm5_next.plugins.topology import Topology
 # What our modules do not implement; a run that asks for it would silently get something else.
 UNSUPPORTED = {
     "apply_residual_connection_post_layernorm": False,
+    "attention_dropout": 0.0,
     "bias_activation_fusion": False,  # Megatron's fused SwiGLU takes no clamp and drops it silently
     "context_parallel_size": 1,
     "cpu_offloading": False,
     "fp32_residual_connection": False,
+    "hidden_dropout": 0.0,
+    "layernorm_zero_centered_gamma": False,
+    "moe_expert_capacity_factor": None,  # replayed routes are not dropped
+    "moe_z_loss_coeff": None,  # nor do they get this loss
     "mtp_num_layers": None,
     "overlap_moe_expert_parallel_comm": False,  # schedules sublayers itself and would skip the hyper-connections
     "moe_shared_expert_overlap": False,
     "qk_layernorm": False,  # True sums complete gradients of anything named q_layernorm once more over TP
+    "softmax_scale": None,
 }
 
 
@@ -47,6 +53,11 @@ def check_supported(config: TransformerConfig) -> None:
             raise ValueError(f"{field}={getattr(config, field)!r} is not supported for GLM-5.3-Flash, use {wanted!r}")
     if config.recompute_granularity == "selective":
         raise ValueError("recompute_granularity='selective' is not supported for GLM-5.3-Flash, use 'full'")
+    if config.moe_router_topk == 1:
+        raise ValueError(
+            "num_experts_per_tok=1 is not supported: Megatron does not normalise the weight of a single expert, "
+            "the model does"
+        )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(
             f"tensor_model_parallel_size={config.tensor_model_parallel_size} needs sequence_parallel=True: replicated "
