@@ -7,6 +7,7 @@ indexer's pools. One object per micro-batch is shared by all layers, forward and
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Documents:
                 f"cu_seqlens must rise from 0 to the row's {num_tokens} tokens, got {bounds[:4]}...{bounds[-2:]}; "
                 "padding at the end of a row has to be a document of its own or part of the last one"
             )
-        lengths = tuple(end - start for start, end in zip(bounds, bounds[1:]) if end > start)
+        lengths = tuple(end - start for start, end in pairwise(bounds) if end > start)
         if len(lengths) + 1 != len(bounds):
             cu_seqlens = torch.tensor([0, *lengths], device=cu_seqlens.device).cumsum(0, dtype=torch.int32)
         return cls(cu_seqlens.to(torch.int32), lengths)

@@ -36,7 +36,9 @@ class RouteReplay:
         `live` `[T / size, topk]` is what the router would choose; it fills tokens without a record.
         """
         if layer not in self.moe_layers:
-            raise ValueError(f"layer {layer} asks for replayed routes, but the record has only layers {self.moe_layers}")
+            raise ValueError(
+                f"layer {layer} asks for replayed routes, but the record has only layers {self.moe_layers}"
+            )
         rows = self.routes[:, self.moe_layers.index(layer)].chunk(size)[rank].long()
         if rows.shape != live.shape:
             raise ValueError(

@@ -1,6 +1,7 @@
 """How a model is spread over ranks. Needs neither torch nor Megatron."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -75,4 +76,4 @@ class Topology:
         bounds = [0]
         for stage in range(self.num_stages):
             bounds.append(bounds[-1] + base + (stage < extra))
-        return [list(range(start, end)) for start, end in zip(bounds, bounds[1:])]
+        return [list(range(start, end)) for start, end in pairwise(bounds)]
