@@ -29,6 +29,17 @@ class RouteReplay:
             raise ValueError(
                 f"routes have shape {tuple(self.routes.shape)}, expected [tokens, {len(self.moe_layers)} MoE layers, topk]"
             )
+        # An engine that records nothing hands over zeros: they must not pass for expert 0.
+        experts = self.routes.sort(dim=-1).values
+        known = experts >= 0
+        twice = (experts[..., 1:] == experts[..., :-1]) & known[..., 1:]
+        broken = twice.any(-1) | (known.any(-1) & ~known.all(-1))
+        if broken.any():
+            token, layer = broken.nonzero()[0].tolist()
+            raise ValueError(
+                f"token {token}, layer {self.moe_layers[layer]}: {self.routes[token, layer].tolist()} is no record; "
+                "experts must be distinct, or -1 in every slot"
+            )
 
     def experts(self, layer: int, live: Tensor, *, rank: int, size: int) -> Tensor:
         """The experts to use: int64 `[T / size, topk]` for this rank's contiguous share of the row's tokens.
