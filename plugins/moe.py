@@ -16,7 +16,7 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
     The bias is the checkpoint's and stays as it is unless `moe_router_bias_update_rate` is set.
     """
 
-    fp32_tensors = ("weight", "expert_bias")
+    fp32_tensors = ("weight", "expert_bias", "local_tokens_per_expert")  # bf16 cannot count beyond 256
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
@@ -41,10 +41,12 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
             experts = self.replay.experts(
                 self.layer_number - 1, live, rank=self.tp_group.rank(), size=self.tp_group.size()
             )
-        return topk_routing_with_score_function(
+        weights, routing_map = topk_routing_with_score_function(
             logits,
             self.topk,
             scaling_factor=self.config.moe_router_topk_scaling_factor,
             score_function=self.score_function,
             precomputed_indices=experts,
         )
+        self._apply_expert_bias(routing_map)  # counts tokens per expert, for runs that let the bias move
+        return weights, routing_map

@@ -171,6 +171,26 @@ def test_agreement_with_the_live_choice_is_counted_over_recorded_slots():
     assert replay.reads == {LAYER: 1}
 
 
+def test_load_of_replayed_experts_is_counted_where_gradients_are_taken():
+    """A bias that is allowed to move follows the experts that are used, not the ones that would have been."""
+    router, x = router_of(), hidden()
+    experts = other_experts(router, x)
+    router.replay = RouteReplay(experts, (LAYER,))
+    with torch.no_grad():
+        router(x)
+    assert not router.local_tokens_per_expert.any()
+    router(x)
+    assert torch.equal(router.local_tokens_per_expert, experts.flatten().long().bincount(minlength=8).float())
+
+
+def test_load_of_an_expert_is_counted_beyond_what_bf16_can_count():
+    router, x = router_of().bfloat16(), hidden(700).bfloat16()
+    router.replay = RouteReplay(torch.tensor([0, 1]).expand(700, 1, TOPK), (LAYER,))
+    router(x)
+    router(x)
+    assert router.local_tokens_per_expert.tolist() == [1400, 1400, 0, 0, 0, 0, 0, 0]
+
+
 def test_expert_numbers_beyond_255_survive():
     router, x = router_of(Case(experts=288)), hidden()
     experts = torch.tensor([[287, 256]]).expand(LENGTH, 1, TOPK).short()
