@@ -83,8 +83,7 @@ def test_pipeline_stages_cover_each_layer_once(num_layers, pp):
     assert stages == Topology(world_size=pp, pp=pp).layers_per_stage(num_layers)
 
 
-@pytest.mark.parametrize("num_layers", [5, 7, 8])
-@pytest.mark.parametrize("pp", [2])
+@pytest.mark.parametrize(("pp", "num_layers"), [(2, 5), (2, 7), (2, 8), (4, 9), (4, 16)])
 def test_virtual_stages_cover_each_layer_once_in_megatrons_order(num_layers, pp, monkeypatch):
     monkeypatch.setattr(parallel_state, "_VIRTUAL_PIPELINE_MODEL_PARALLEL_WORLD_SIZE", 2)
     topology = Topology(world_size=pp, pp=pp, vpp=2)
