@@ -41,7 +41,9 @@ def _fill(local: LocalTensor, value: Tensor) -> None:
     value = value.chunk(len(local.entry.megatron))[local.index]
     target = local.tensor
     if value.shape[1:] != target.shape[1:] or value.shape[0] > target.shape[0]:
-        raise ValueError(f"{local.name}: the model has shape {tuple(target.shape)}, the checkpoint {tuple(value.shape)}")
+        raise ValueError(
+            f"{local.name}: the model has shape {tuple(target.shape)}, the checkpoint {tuple(value.shape)}"
+        )
     if value.shape[0] < target.shape[0] and local.entry.layer is not None:
         raise ValueError(f"{local.name}: only the vocabulary may be padded; {value.shape[0]} of {target.shape[0]} rows")
     target.data[: value.shape[0]].copy_(value)

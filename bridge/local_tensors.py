@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from glm5_next.bridge.name_map import Tensors, find, table_name, text_tensors
@@ -25,10 +26,12 @@ class LocalTensor:
         return self.entry.megatron.index(self.name)
 
 
-def unwrapped(chunk: torch.nn.Module) -> torch.nn.Module:
+def unwrapped(chunk: torch.nn.Module) -> GPTModel:
     """The GPT model inside DDP and Float16Module."""
-    while not hasattr(chunk, "decoder"):
-        chunk = chunk.module
+    while not isinstance(chunk, GPTModel):
+        inner = chunk.module
+        assert isinstance(inner, torch.nn.Module)
+        chunk = inner
     return chunk
 
 
@@ -50,14 +53,14 @@ def local_tensors(chunks: Sequence[torch.nn.Module], config: Glm5NextConfig) -> 
     return found
 
 
-def _state(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _state(chunk: GPTModel) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers, as the live tensors."""
     persistent = set(chunk.state_dict(keep_vars=True))
     yield from chunk.named_parameters()
     yield from ((name, buffer) for name, buffer in chunk.named_buffers() if name in persistent)
 
 
-def _global_name(chunk: torch.nn.Module, name: str, config: Glm5NextConfig) -> str:
+def _global_name(chunk: GPTModel, name: str, config: Glm5NextConfig) -> str:
     """A parameter's name in the table: its layer and expert numbers are this rank's own until here."""
     words = table_name(name).split(".")
     if words[:2] == ["decoder", "layers"]:
@@ -75,7 +78,7 @@ def expert_range(config: Glm5NextConfig) -> range:
     return range(first, first + count)
 
 
-def _expected_names(chunk: torch.nn.Module, config: Glm5NextConfig) -> set[str]:
+def _expected_names(chunk: GPTModel, config: Glm5NextConfig) -> set[str]:
     layers = {layer.layer_number - 1 for layer in chunk.decoder.layers}
     experts = expert_range(config)
     owned = {
@@ -94,8 +97,6 @@ def _expected_names(chunk: torch.nn.Module, config: Glm5NextConfig) -> set[str]:
 
 def tensor_split(entry: Tensors) -> tuple[int, int, torch.distributed.ProcessGroup]:
     """Rank, size and group over which an entry's tensors are split: expert-TP for experts, TP for the rest."""
-    if entry.row.is_expert:
-        group = mpu.get_expert_tensor_parallel_group()
-    else:
-        group = mpu.get_tensor_model_parallel_group()
+    is_expert = entry.row.is_expert
+    group = mpu.get_expert_tensor_parallel_group() if is_expert else mpu.get_tensor_model_parallel_group()
     return group.rank(), group.size(), group

@@ -18,6 +18,7 @@ from glm5_next.bridge.export import export_weights
 from glm5_next.bridge.hf_folder import HfFolderWriter
 from glm5_next.bridge.load import load_weights
 from glm5_next.bridge.name_map import inventory, trained_names
+from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig, megatron_config
 from glm5_next.plugins.spec import build_gpt_model
@@ -48,13 +49,32 @@ class Glm5NextBridge(LLMBridge):
         on_cpu = dist.get_backend(self.mpu.tp_group) == "gloo"
         return megatron_config(self.model_config, topology, dtype=self.dtype, on_cpu=on_cpu, **self.extra_args)
 
+    def get_model(
+        self,
+        weight_path: str | None = None,
+        wrap_with_ddp: bool = False,
+        post_model_creation_callbacks: Sequence[Callable[..., None]] = (),
+        ddp_config: dict | None = None,
+        **unused: Any,
+    ) -> list[torch.nn.Module]:
+        """This rank's model chunks, filled from `weight_path` if it is given.
+
+        mbridge 0.15.1's own builder names an enum member that Megatron-Core 0.19.2 no longer has. Precision and devices
+        follow from the bridge's dtype and the process groups, so mbridge's other arguments have nothing left to say.
+        """
+        chunks = build_chunks(self.config, self._model_provider(post_model_creation_callbacks))
+        if weight_path is not None:
+            self.load_weights(chunks, weight_path)
+        if wrap_with_ddp:
+            distributed = (ddp_config or {}).get("use_distributed_optimizer", False)
+            return list(wrap_ddp(chunks, self.config, distributed_optimizer=distributed))
+        return chunks
+
     def _model_provider(
         self, post_model_creation_callbacks: Sequence[Callable[..., None]]
     ) -> Callable[..., torch.nn.Module]:
         def provider(pre_process: bool, post_process: bool, vp_stage: int | None = None) -> torch.nn.Module:
-            model = build_gpt_model(
-                self.config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage
-            )
+            model = build_gpt_model(self.config, pre_process=pre_process, post_process=post_process, vp_stage=vp_stage)
             for callback in post_model_creation_callbacks:
                 callback(
                     model,
@@ -85,9 +105,7 @@ class Glm5NextBridge(LLMBridge):
         save_hf_folder(export_weights(models, self.model_config), source, Path(weights_path))
 
 
-def save_hf_folder(
-    weights: Iterator[tuple[str, Tensor]], source: Checkpoint, out: Path, dtype: Any = "source"
-) -> None:
+def save_hf_folder(weights: Iterator[tuple[str, Tensor]], source: Checkpoint, out: Path, dtype: Any = "source") -> None:
     """Drains a stream of exported tensors on every rank; global rank 0 writes them, and what the model does not hold.
 
     Tensors outside the trained model (vision tower, multi-token-prediction layers) and the folder's other files come

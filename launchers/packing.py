@@ -47,7 +47,7 @@ class MicroBatch:
     sample_slices: tuple[slice, ...]
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)

@@ -91,6 +91,14 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
 
+    @property
+    def rewards(self) -> list[float]:
+        """Of every sample, in order; all samples are scored."""
+        rewards = [sample.reward for sample in self.samples if sample.reward is not None]
+        if len(rewards) != len(self.samples):
+            raise ValueError(f"group of prompt {self.prompt.id!r} has samples without a reward")
+        return rewards
+
     def __post_init__(self) -> None:
         if not self.samples:
             raise ValueError(f"group of prompt {self.prompt.id!r} has no sample")

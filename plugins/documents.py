@@ -86,7 +86,8 @@ class Documents:
         return self._tables[key]
 
     def _build_pool_starts(self, kpool: int) -> Tensor:
-        starts, offset = [], 0
+        starts: list[int] = []
+        offset = 0
         for length in self.lengths:
             starts.extend(range(offset, offset + length // kpool * kpool, kpool))
             offset += length

@@ -34,7 +34,7 @@ class SparseCoreAttention(MegatronModule):
         super().__init__(config)
         self.indexer = KPoolIndexer(config, pg_collection)
         self.scale = config.qk_head_dim**-0.5  # of the model's heads, not of the latent width
-        self.kpool = config.glm5_next.index_kpool
+        self.kpool = config.model.index_kpool
 
     def forward(
         self, q: Tensor, latent: Tensor, hidden_states: Tensor, q_compressed: Tensor, documents: Documents
@@ -66,7 +66,7 @@ class DsaAttention(MegatronModule):
         self.layer_number, self.tp_group = layer_number, pg_collection.tp
         self.num_heads = heads // self.tp_group.size()
 
-        def column_parallel(inputs: int, outputs: int) -> torch.nn.Module:
+        def column_parallel(inputs: int, outputs: int) -> Any:
             return build_module(
                 submodules.column_parallel,
                 inputs,

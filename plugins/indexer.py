@@ -23,7 +23,7 @@ class KPoolIndexer(torch.nn.Module):
 
     def __init__(self, config: Glm5NextTransformerConfig, pg_collection: ProcessGroupCollection):
         super().__init__()
-        model = config.glm5_next
+        model = config.model
         self.model, self.tp_group = model, pg_collection.tp
         self.sequence_parallel = config.sequence_parallel
         hidden, width = config.hidden_size, model.index_head_dim

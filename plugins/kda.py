@@ -57,13 +57,13 @@ class KdaAttention(KeepFp32):
         **unused: Any,
     ):
         super().__init__()
-        model, hidden = config.glm5_next, config.hidden_size
+        model, hidden = config.model, config.hidden_size
         self.config, self.layer_number, self.tp_group = config, layer_number, pg_collection.tp
         self.head_dim, self.lower_bound = model.kda_head_dim, model.kda_gate_lower_bound
         self.num_heads = model.kda_num_heads // self.tp_group.size()
         width = model.kda_width
 
-        def column_parallel(inputs: int, outputs: int) -> torch.nn.Module:
+        def column_parallel(inputs: int, outputs: int) -> Any:
             return build_module(
                 submodules.column_parallel,
                 inputs,

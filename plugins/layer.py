@@ -32,7 +32,7 @@ class HyperTransformerLayer(TransformerLayer):
     ):
         super().__init__(config=config, submodules=submodules, layer_number=layer_number, **kwargs)
         self.widens_input = submodules.widens_input
-        self.num_streams = config.glm5_next.num_streams
+        self.num_streams = config.model.num_streams
         self.self_attention_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
 

@@ -41,6 +41,13 @@ class Glm5NextTransformerConfig(MLATransformerConfig):
         check_supported(self)
 
     @property
+    def model(self) -> Glm5NextConfig:
+        """The model's own description."""
+        if self.glm5_next is None:
+            raise ValueError("this configuration does not describe a model; build it with megatron_config()")
+        return self.glm5_next
+
+    @property
     def device(self) -> torch.device:
         """Where parameters are created: the CPU when asked, the current GPU otherwise."""
         return torch.device("cpu") if self.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())

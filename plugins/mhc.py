@@ -19,7 +19,7 @@ class HyperConnection(KeepFp32):
 
     def __init__(self, config: Glm5NextTransformerConfig):
         super().__init__()
-        self.model = config.glm5_next
+        self.model = config.model
         streams = self.model.num_streams
         outputs = streams * (streams + 2)
         self.mapping_proj = Fp32Weight(outputs, streams * config.hidden_size, device=config.device)

@@ -1,11 +1,13 @@
 """The router: Megatron's, with fp32 weights and with replay."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
+from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.precision import KeepFp32
 from glm5_next.plugins.replay import RouteReplay
 
@@ -17,6 +19,13 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
     """
 
     fp32_tensors = ("weight", "expert_bias", "local_tokens_per_expert")  # bf16 cannot count beyond 256
+    config: Glm5NextTransformerConfig
+    weight: torch.nn.Parameter
+    expert_bias: Tensor
+    topk: int
+    layer_number: int
+    score_function: str
+    tp_group: dist.ProcessGroup
 
     def __init__(self, config, pg_collection=None, is_mtp_layer: bool = False):
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)

@@ -29,7 +29,7 @@ class StreamMeanNorm(RMSNorm):
 
     def __init__(self, config: Glm5NextTransformerConfig, hidden_size: int, eps: float):
         super().__init__(config, hidden_size, eps)
-        self.num_streams = config.glm5_next.num_streams
+        self.num_streams = config.model.num_streams
 
     def forward(self, x: Tensor) -> Tensor:
         """`[s, b, N * h]` -> `[s, b, h]`."""

@@ -78,9 +78,7 @@ def get_glm5_next_spec(
 
     On the command line of Megatron-style trainers: `--spec glm5_next.plugins.spec get_glm5_next_spec`.
     """
-    model = config.glm5_next
-    if model is None:
-        raise ValueError("the configuration has no glm5_next description; build it with plugins.megatron_config")
+    model = config.model
     layers = [
         layer_spec(config, model.attention_kinds[i], model.mlp_kinds[i], widens_input=i == 0)
         for i in stage_layers(config, vp_stage, pp_rank)
@@ -106,7 +104,7 @@ def build_gpt_model(
     vocab_size: int | None = None,
 ) -> GPTModel:
     """The model chunk of this rank. `vocab_size` is the padded one, if the caller pads it."""
-    model = config.glm5_next
+    model = config.model
     return GPTModel(
         config=config,
         transformer_layer_spec=get_glm5_next_spec(config, vp_stage),
@@ -123,4 +121,4 @@ def build_gpt_model(
 def padded_vocab_size(config: Glm5NextTransformerConfig) -> int:
     """Rounded up to a multiple of the TP size; the released vocabulary needs no padding up to 256 ranks."""
     tp = config.tensor_model_parallel_size
-    return -(-config.glm5_next.vocab_size // tp) * tp
+    return -(-config.model.vocab_size // tp) * tp

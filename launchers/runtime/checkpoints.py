@@ -1,11 +1,10 @@
 """Megatron distributed checkpoints of a run: weights, optimizer, schedule and `RunState`, complete or not there."""
 
 import queue
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
 
 import torch
 import torch.distributed as dist
@@ -16,36 +15,46 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from glm5_next.bridge.local_tensors import unwrapped
-from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.run_state import RunState
+from glm5_next.launchers.runtime.checkpoint_folder import (
+    STATE_FILE,
+    Origin,
+    begin,
+    check_finished,
+    finish,
+    unfinished_folder,
+)
 
-STATE_FILE = "run_state.json"
-MARKER = "COMPLETE"
 METADATA = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "dp_reshardable"}
 
 
 def save_checkpoint(
     folder: Path,
     state: RunState,
+    origin: Origin,
     chunks: Sequence[DistributedDataParallel],
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> None:
-    """Collective. Writes beside `folder` and renames; the marker inside is the last file written."""
+    """Collective. The folder appears whole or not at all."""
+    with writing_checkpoint(folder, origin) as unfinished:
+        dist_checkpointing.save(_sharded_state(chunks, optimizer, scheduler, is_loading=False), str(unfinished))
+        if dist.get_rank() == 0:
+            state.save(unfinished / STATE_FILE)
+
+
+@contextmanager
+def writing_checkpoint(folder: Path, origin: Origin) -> Iterator[Path]:
+    """Collective: a temporary folder to save into, renamed to `folder` at the end; the marker is the last file."""
     _keep_results_in_process()
-    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    unfinished = unfinished_folder(folder)
     if dist.get_rank() == 0:
-        for old in (unfinished, folder):
-            if old.exists():
-                shutil.rmtree(old)
-        unfinished.mkdir(parents=True)
+        begin(folder)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(chunks, optimizer, scheduler, is_loading=False), str(unfinished))
+    yield unfinished
     dist.barrier()
     if dist.get_rank() == 0:
-        state.save(unfinished / STATE_FILE)
-        unfinished.rename(folder)
-        write_atomic(folder / MARKER, b"")
+        finish(folder, origin)
     dist.barrier()
 
 
@@ -55,9 +64,8 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> RunState:
-    """Collective. Restores what `save_checkpoint` wrote; raises ValueError for a folder without its marker."""
-    if not (folder / MARKER).is_file():
-        raise ValueError(f"{folder}: has no {MARKER} marker, so it is not a finished checkpoint")
+    """Collective. Restores what `save_checkpoint` wrote."""
+    check_finished(folder)
     loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, scheduler, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
@@ -65,28 +73,6 @@ def load_checkpoint(
         optimizer.load_state_dict(loaded["optimizer"])
     scheduler.load_state_dict(loaded["scheduler"])
     return RunState.load(folder / STATE_FILE)
-
-
-def step_folder(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint taken before step `step` lies."""
-    return run_dir / "checkpoints" / f"step-{step:06d}"
-
-
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """The newest finished checkpoint of a run."""
-    finished = [path.parent for path in (run_dir / "checkpoints").glob(f"step-*/{MARKER}")]
-    return max(finished, default=None)
-
-
-def drop_old_checkpoints(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` finished checkpoints (0: keeps all), and what a killed run left unfinished."""
-    folder = run_dir / "checkpoints"
-    for unfinished in folder.glob(".step-*.unfinished"):
-        shutil.rmtree(unfinished)
-    finished = sorted(path.parent for path in folder.glob(f"step-*/{MARKER}"))
-    for old in finished[: max(0, len(finished) - keep)] if keep else []:
-        (old / MARKER).unlink()  # first: a removal that is interrupted must not leave a checkpoint that looks whole
-        shutil.rmtree(old)
 
 
 def _sharded_state(
@@ -113,5 +99,3 @@ def _keep_results_in_process() -> None:
     """
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-
-

@@ -158,12 +158,12 @@ class Cluster:
         run = self.run
         environment = {"env_vars": {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}}
         self.trainers = [
-            TrainerRank.options(name=f"trainer-{rank}", runtime_env=environment).remote()
-            for rank in range(run.parallel.ranks)
+            TrainerRank.options(runtime_env=environment).remote()  # type: ignore[attr-defined]
+            for _ in range(run.parallel.ranks)
         ]
         self.engines = [
-            EngineProcess.options(name=f"engine-{number}", runtime_env=environment).remote()
-            for number in range(run.rollout.num_engines)
+            EngineProcess.options(runtime_env=environment).remote()  # type: ignore[attr-defined]
+            for _ in range(run.rollout.num_engines)
         ]
         address = _gather([self.trainers[0].open_store.remote()], "trainer rank", "open_store", START_DEADLINE)[0]
         settings = {

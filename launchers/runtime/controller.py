@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.packing import Scores, plan_step
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.run_state import RunState, step_seed
-from glm5_next.launchers.runtime.checkpoints import drop_old_checkpoints, step_folder
+from glm5_next.launchers.runtime.batch import Batch, StepReport
+from glm5_next.launchers.runtime.checkpoint_folder import drop_old_checkpoints, step_folder
 from glm5_next.launchers.runtime.cluster import Cluster
 from glm5_next.launchers.runtime.preflight import Inputs
 from glm5_next.launchers.runtime.rollout import Rollout, Sampler, write_rollout
 from glm5_next.launchers.runtime.step_metrics import step_metrics
-from glm5_next.launchers.runtime.trainer import Batch, StepReport
 from glm5_next.launchers.types import Group, Sample
 
 # Largest median |log-probability difference| of the probe after a weight sync: rounding of the run's precision.
@@ -130,8 +131,7 @@ class Controller:
         samples = tuple(sample for group in groups for sample in group.samples)
         advantages: dict[str, float] = {}
         for group in groups:
-            rewards = [sample.reward for sample in group.samples]
-            values = group_advantages(rewards, divide_by_std=self.run.grpo.divide_by_std)
+            values = group_advantages(group.rewards, divide_by_std=self.run.grpo.divide_by_std)
             advantages |= {sample.sample_id: value for sample, value in zip(group.samples, values)}
         return self._planned(samples, advantages)
 
@@ -167,7 +167,7 @@ class Controller:
         seed = step_seed(self.run.train.seed, step, f"eval/{stream}")
         version = self.state.weights_version
         groups = self.sampler.groups(self.inputs.heldout, 1, seed, version, f"{stream}.{step}", Rollout())
-        return float(np.mean([group.samples[0].reward for group in groups]))
+        return float(np.mean([group.rewards for group in groups]))
 
     def _check_start(self, step: int, values: Mapping[str, Any]) -> None:
         mismatch, bound = values["mismatch_kl_mean"], self.run.train.max_start_mismatch_kl
@@ -198,7 +198,7 @@ class Controller:
 def _split(groups: Sequence[Group], parts: int) -> list[list[Group]]:
     """Consecutive, nearly equal parts without empty ones; a group is never split."""
     bounds = [len(groups) * part // parts for part in range(parts + 1)]
-    return [list(groups[start:end]) for start, end in zip(bounds, bounds[1:]) if end > start]
+    return [list(groups[start:end]) for start, end in pairwise(bounds) if end > start]
 
 
 def _merged(scores_by_rank: Sequence[Scores]) -> dict[str, np.ndarray]:

@@ -1,21 +1,17 @@
-"""Megatron-Core around the model: process groups, wrapped chunks, optimizer, schedule. One call per rank."""
+"""Megatron-Core around a training rank: process groups, optimizer, schedule, and the gradients between steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import Float16Module
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
-from glm5_next.plugins.spec import build_gpt_model
 from glm5_next.plugins.topology import Topology
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -39,44 +35,6 @@ def start_ranks(topology: Topology, rank: int, store: dist.Store, *, on_cpu: boo
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
-
-
-def build_chunks(config: Glm5NextTransformerConfig) -> list[torch.nn.Module]:
-    """This rank's model chunks, one per virtual stage, in bf16 behind Megatron's cast module if the run is bf16."""
-    stages = range(config.virtual_pipeline_model_parallel_size or 1)
-    virtual = config.virtual_pipeline_model_parallel_size is not None
-    chunks: list[torch.nn.Module] = []
-    for stage in stages:
-        vp_stage = stage if virtual else None
-        chunk: torch.nn.Module = build_gpt_model(
-            config,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            vp_stage=vp_stage,
-        )
-        for parameter in chunk.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
-    return chunks
-
-
-def wrap_ddp(
-    chunks: Sequence[torch.nn.Module], config: Glm5NextTransformerConfig, *, distributed_optimizer: bool
-) -> list[DistributedDataParallel]:
-    """Megatron's data parallelism: fp32 gradient buffers, summed (not averaged) over replicas.
-
-    The sum is divided by the number of trained tokens of the whole step when gradients are finalised, so a step does
-    not depend on how it is cut into micro-batches and ranks. A non-finite gradient stops the run.
-    """
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
-        check_for_nan_in_grad=True,
-        average_in_collective=False,
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
 
 
 def build_optimizer(

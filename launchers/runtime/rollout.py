@@ -58,7 +58,7 @@ class Sampler:
             seed = step_seed(self.run.train.seed, step, f"rollout/{rollout.rounds}")
             name = f"{step}.{rollout.rounds}"
             for group in self.groups(drawn, settings.samples_per_prompt, seed, weights_version, name, rollout):
-                keep = not self.run.grpo.drop_zero_spread or has_spread([sample.reward for sample in group.samples])
+                keep = not self.run.grpo.drop_zero_spread or has_spread(group.rewards)
                 (rollout.kept if keep else rollout.dropped).append(group)
             done = len(rollout.kept) == settings.prompts_per_step
             if done or rollout.rounds == self.run.grpo.max_resample_rounds:
@@ -71,9 +71,7 @@ class Sampler:
         """One scored group per prompt; sample ids start with `name`."""
         start = time.monotonic()
         tokens = [encode(self.tokenizer, prompt) for prompt in prompts]
-        completions = self.engines.generate(
-            tokens, copies, max_new_tokens=self.run.rollout.max_new_tokens, seed=seed
-        )
+        completions = self.engines.generate(tokens, copies, max_new_tokens=self.run.rollout.max_new_tokens, seed=seed)
         timing.seconds_generate += time.monotonic() - start
         start = time.monotonic()
         groups = [
@@ -124,8 +122,6 @@ def longest_prompt(tokenizer: Any, prompts: Sequence[Prompt]) -> tuple[int, str]
     return max(lengths)
 
 
-
-
 def write_rollout(run_dir: Path, step: int, rollout: Rollout) -> None:
     """Every sample of a step, one JSON line each, for people to read and for a resumed run to be compared with."""
     lines = [
@@ -146,4 +142,6 @@ def write_rollout(run_dir: Path, step: int, rollout: Rollout) -> None:
         for group in groups
         for sample in group.samples
     ]
-    write_atomic(run_dir / "rollouts" / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines).encode())
+    folder = run_dir / "rollouts"
+    folder.mkdir(exist_ok=True)
+    write_atomic(folder / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines).encode())

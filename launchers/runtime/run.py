@@ -15,7 +15,7 @@ from glm5_next.launchers.metrics import MetricsLog, read_metrics
 from glm5_next.launchers.plots import write_plots
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.run_state import RunState
-from glm5_next.launchers.runtime.checkpoints import STATE_FILE, last_checkpoint
+from glm5_next.launchers.runtime.checkpoint_folder import STATE_FILE, last_checkpoint
 from glm5_next.launchers.runtime.cluster import Cluster
 from glm5_next.launchers.runtime.controller import Controller, StopRequest
 from glm5_next.launchers.runtime.preflight import Inputs, check_inputs
@@ -34,14 +34,14 @@ class Outcome:
 
 def start_run(run: RunConfig, *, name: str) -> Outcome:
     """Trains from the checkpoint named in the settings, in a new folder under `output.runs`."""
-    run = run.model_copy(
-        update={"model": run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})}
-    )
+    run = run.model_copy(update={"model": run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})})
     inputs = check_inputs(run)
     run_id = run.output.run_id or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    run_dir = run.output.runs / run_id
+    run_dir = (run.output.runs / run_id).resolve()
     if run_dir.exists():
-        raise ValueError(f"{run_dir}: exists already; continue it with --resume {run_dir} or choose another output.run_id")
+        raise ValueError(
+            f"{run_dir}: exists already; continue it with --resume {run_dir} or choose another output.run_id"
+        )
     run_dir.mkdir(parents=True)
     write_atomic(run_dir / SETTINGS_FILE, describe(run).encode())
     state = RunState(
@@ -54,6 +54,7 @@ def resume_run(run_dir: Path, overrides: list[str]) -> Outcome:
     """Continues a run from its newest finished checkpoint, with its own settings and `overrides` on top."""
     if not (run_dir / SETTINGS_FILE).is_file():
         raise ValueError(f"{run_dir / SETTINGS_FILE}: no such file; --resume takes the folder of a run")
+    run_dir = run_dir.resolve()  # ranks and engines run elsewhere
     run = load_run_config(run_dir / SETTINGS_FILE, None, overrides)
     checkpoint = last_checkpoint(run_dir)
     if checkpoint is None:
@@ -116,7 +117,9 @@ def _report(console: Console, run_dir: Path, finished: bool) -> None:
     if rewards:
         lines.append(f"mean reward of the last {len(rewards)} steps: {sum(rewards) / len(rewards):.3f}")
     if heldout:
-        lines.append(f"held-out reward: {records[0].get('heldout_reward_start', float('nan')):.3f} -> {heldout[-1]:.3f}")
+        lines.append(
+            f"held-out reward: {records[0].get('heldout_reward_start', float('nan')):.3f} -> {heldout[-1]:.3f}"
+        )
     lines += [f"plots:          {run_dir / 'plots'}", f"TensorBoard:    tensorboard --logdir {run_dir / 'tensorboard'}"]
     if finished:
         lines.append(f"trained model:  {run_dir / EXPORT_FOLDER}")

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from glm5_next.launchers.grpo import mismatch_stats
+from glm5_next.launchers.runtime.batch import StepReport
 from glm5_next.launchers.runtime.rollout import Rollout
-from glm5_next.launchers.runtime.trainer import StepReport
 
 MISMATCH = {
     "mismatch_kl_mean": "mean",

@@ -124,7 +124,7 @@ def _logprobs_and_entropy(*, hidden_states: Tensor, output_layer: Any, context: 
     logprobs, entropy = token_logprobs(
         logits.squeeze(1),
         context.batch.labels,
-        vocab_size=config.glm5_next.vocab_size,
+        vocab_size=config.model.vocab_size,
         tp_group=mpu.get_tensor_model_parallel_group(),
     )
     return torch.stack([logprobs, entropy])

@@ -1,8 +1,8 @@
 """One Megatron rank of a training run: what the controller calls, rank by rank."""
 
 import resource
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,47 +11,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.export import ExportDtype, export_weights
+from glm5_next.bridge.export import export_weights
 from glm5_next.bridge.load import load_weights
 from glm5_next.bridge.mbridge_bridge import save_hf_folder
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.packing import Plan, Scores, pack_row, plan_digest
+from glm5_next.launchers.packing import Scores, pack_row, plan_digest
 from glm5_next.launchers.run_state import RunState
+from glm5_next.launchers.runtime.batch import Batch, StepReport
+from glm5_next.launchers.runtime.checkpoint_folder import Origin
 from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkpoint
-from glm5_next.launchers.runtime.megatron import build_chunks, build_optimizer, start_ranks, wrap_ddp
+from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
 from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
-from glm5_next.launchers.types import Sample
+from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import megatron_config
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
-    """The samples of one update, for all ranks: who trains which is in the plan.
-
-    `old_logprobs` and `reference_logprobs` are scores of the same samples; None where the loss needs none.
-    """
-
-    samples: tuple[Sample, ...]
-    advantages: Mapping[str, float]
-    plan: Plan
-    old_logprobs: Scores | None = None
-    reference_logprobs: Scores | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepReport:
-    """What one rank knows of a step. `sums` and the log-probabilities are empty except where `speaks`."""
-
-    speaks: bool  # the rank that reports for its replica: last stage, first TP rank
-    sums: Mapping[str, float]
-    trainer_logprobs: np.ndarray
-    rollout_logprobs: np.ndarray
-    grad_norm: float
-    lr: float
-    experts_same: int  # over all ranks
-    experts_total: int
-    memory_bytes: int
 
 
 class Trainer:
@@ -62,6 +35,7 @@ class Trainer:
         self.device = torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
         start_ranks(self.topology, rank, store, on_cpu=on_cpu, seed=run.train.seed)
         self.source = Checkpoint(run.model.checkpoint)
+        self.origin = Origin(hf=str(run.model.checkpoint), precision=run.model.precision)
         self.model = self.source.config
         dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[run.model.precision]
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -109,7 +83,7 @@ class Trainer:
 
     def publish(self, sinks: Sequence[WeightSink], version: int) -> int:
         """Sends the current weights to the engines and checks their bits. Returns the bytes sent (rank 0)."""
-        weights = export_weights(self.chunks, self.model, self._export_dtype)
+        weights = export_weights(self.chunks, self.model, self.origin.export_dtype)
         if self.rank == 0:
             return publish(weights, sinks, version)
         for _ in weights:
@@ -119,11 +93,14 @@ class Trainer:
     def export(self, out: Path) -> None:
         """Writes a complete Hugging Face folder; the rest of it comes from the checkpoint the run started from."""
         save_hf_folder(
-            export_weights(self.chunks, self.model, self._export_dtype), self.source, out, dtype=self._export_dtype
+            export_weights(self.chunks, self.model, self.origin.export_dtype),
+            self.source,
+            out,
+            dtype=self.origin.export_dtype,
         )
 
     def save(self, folder: Path, state: RunState) -> None:
-        save_checkpoint(folder, state, self.chunks, self.optimizer, self.scheduler)
+        save_checkpoint(folder, state, self.origin, self.chunks, self.optimizer, self.scheduler)
 
     def load(self, folder: Path) -> RunState:
         return load_checkpoint(folder, self.chunks, self.optimizer, self.scheduler)
@@ -132,11 +109,6 @@ class Trainer:
         chunks = build_chunks(self.megatron)
         load_weights(chunks, self.source)
         return chunks
-
-    @property
-    def _export_dtype(self) -> ExportDtype:
-        # An fp32 run's weights are fp32; rounding them on the way out would give engine and export another policy.
-        return "float32" if self.run.model.precision == "fp32" else "source"
 
     @property
     def _speaks(self) -> bool:

@@ -23,12 +23,13 @@ class TransformersEngine:
 
     def __init__(self, checkpoint: Path, *, precision: str, record_routes: bool, batch_size: int, num_threads: int = 1):
         torch.set_num_threads(num_threads)
-        self.model = load_reference(checkpoint, {"fp32": "float32", "bf16": "bfloat16"}[precision])
+        self.model = load_reference(checkpoint, "float32" if precision == "fp32" else "bfloat16")
         self.views = disk_views(self.model)
         self.record_routes, self.batch_size = record_routes, batch_size
         self.stop_tokens = _stop_tokens(checkpoint)
         self.pad_token = self.model.config.text_config.pad_token_id
-        self._version, self._update = 0, None
+        self._version = 0
+        self._update: tuple[int, dict[str, torch.dtype]] | None = None
 
     @torch.no_grad()
     def generate(

@@ -170,7 +170,7 @@ def test_every_module_of_the_model_sees_the_clamp_and_no_fused_activation():
 
 def test_configuration_carries_the_model_and_knows_where_parameters_go():
     config = build()
-    assert isinstance(config, Glm5NextTransformerConfig) and config.glm5_next == MODEL
+    assert isinstance(config, Glm5NextTransformerConfig) and config.model == MODEL
     assert config.device == torch.device("cpu")
 
 

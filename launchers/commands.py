@@ -1,0 +1,145 @@
+"""What each command of the command line does, with everything it has to import."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from glm5_next.launchers import tiny_task
+from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.presets import preset as preset_values
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+def train(preset: str | None, config: Path | None, overrides: list[str]) -> bool:
+    """Runs a new training run; returns whether it finished."""
+    run = _settings(preset, config, overrides)
+    _say_baselines(run)
+    from glm5_next.launchers.runtime.run import start_run
+
+    return start_run(run, name=preset or "run").finished
+
+
+def resume(run_dir: Path, overrides: list[str]) -> bool:
+    """Continues a run; returns whether it finished."""
+    from glm5_next.launchers.runtime.run import resume_run
+
+    return resume_run(run_dir, overrides).finished
+
+
+def dry_run(preset: str | None, config: Path | None, overrides: list[str]) -> bool:
+    """Checks settings and inputs and prints what would run."""
+    run = _settings(preset, config, overrides)
+    from glm5_next.launchers.runtime.preflight import check_inputs
+
+    inputs = check_inputs(run)
+    console.print(describe(run), markup=False)
+    model, topology = inputs.checkpoint.config, run.parallel.topology()
+    table = Table("rank", "pipeline stage: layers", "experts", title="plan")
+    stages = topology.layers_per_stage(model.num_layers)
+    for rank in range(topology.world_size):
+        stage = rank * topology.pp // topology.world_size
+        layers = "; ".join(_span(stages[stage + chunk * topology.pp]) for chunk in range(topology.vpp or 1))
+        table.add_row(str(rank), f"{stage}: {layers}", f"{model.num_experts // topology.ep} of {model.num_experts}")
+    console.print(table)
+    console.print(f"longest prompt: {inputs.longest_prompt} tokens; {len(inputs.heldout)} held-out prompts")
+    _say_baselines(run)
+    return True
+
+
+def tiny_checkpoint(out: Path, *, seed: int, warm_up_steps: int, sizes: dict[str, Any]) -> None:
+    """Writes a random checkpoint, warmed up on the form of an answer unless `warm_up_steps` is 0."""
+    from glm5_next.bridge.hf_folder import staged_folder
+    from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+
+    if warm_up_steps == 0:
+        write_tiny_checkpoint(out, seed=seed, **sizes)
+    else:
+        with staged_folder(out):  # refuses a folder that is in use before any work is done
+            pass
+        with tempfile.TemporaryDirectory() as scratch:
+            source = write_tiny_checkpoint(Path(scratch) / "random", seed=seed, **sizes)
+            _warm_up(source, out, steps=warm_up_steps, seed=seed)
+    console.print(f"wrote {out}")
+
+
+def convert(source: Path, out: Path, *, to_hf: bool, hf: Path | None) -> None:
+    """Hugging Face folder -> Megatron distributed checkpoint, or back."""
+    _use_cpu()
+    from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
+
+    if to_hf:
+        megatron_to_hf(source, out, hf)
+    elif hf is not None:
+        raise ValueError("--hf goes with --to-hf")
+    else:
+        hf_to_megatron(source, out)
+    console.print(f"wrote {out}")
+
+
+def verify(a: Path, b: Path) -> bool:
+    """Prints the differences of two folders; returns whether there are none."""
+    from glm5_next.bridge.verify import compare
+
+    comparison = compare(a, b)
+    if comparison.equal:
+        console.print(f"equal: {comparison.num_tensors} tensors and all other files")
+        return True
+    table = Table("difference", "name", "detail")
+    for row in comparison.lines():
+        table.add_row(*row)
+    console.print(table)
+    return False
+
+
+def _settings(preset: str | None, config: Path | None, overrides: list[str]) -> RunConfig:
+    if preset is None and config is None:
+        raise ValueError("train needs --preset NAME or --config FILE (try: glm5-next train --preset tiny)")
+    return load_run_config(config, None if preset is None else preset_values(preset), overrides)
+
+
+def _warm_up(source: Path, out: Path, *, steps: int, seed: int) -> None:
+    _use_cpu()
+    from transformers import AutoTokenizer
+
+    from glm5_next.launchers.runtime.warm_up import warm_up
+
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("warm-up", total=steps)
+        for loss in warm_up(source, out, steps=steps, seed=seed, tokenizer=tokenizer):
+            progress.update(task, advance=1, description=f"warm-up, loss {loss:.3f}")
+    console.print(f"warm-up: {steps} supervised steps on the form of an answer, last loss {loss:.3f}")
+
+
+def _use_cpu() -> None:
+    """Megatron-Core in this process, on the CPU, without its news about absent GPU libraries."""
+    import logging
+    import warnings
+
+    import torch
+
+    from glm5_next.plugins import cpu_runtime
+
+    warnings.filterwarnings("ignore", category=UserWarning)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    torch.set_num_threads(1)
+    cpu_runtime.install()
+
+
+def _say_baselines(run: RunConfig) -> None:
+    if run.data.prompts == "tiny":
+        constant = tiny_task.best_constant_reward(tiny_task.training_prompts())
+        console.print(
+            f"task: the letter after the last one; random answers earn {tiny_task.random_policy_reward():.3f}, "
+            f"the best constant answer {constant:.3f}"
+        )
+
+
+def _span(layers: list[int]) -> str:
+    return f"{layers[0]}-{layers[-1]}" if layers else "none"
