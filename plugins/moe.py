@@ -57,5 +57,6 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
             score_function=self.score_function,
             precomputed_indices=experts,
         )
-        self._apply_expert_bias(routing_map)  # counts tokens per expert, for runs that let the bias move
+        # Counts tokens per expert, for runs that let the bias move.
+        self._apply_expert_bias(routing_map)  # type: ignore[operator]  # a compiled method to mypy
         return weights, routing_map
