@@ -10,7 +10,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FORBIDDEN = {"plugins": ("bridge", "launchers"), "bridge": ("launchers",), "launchers": ()}
 # Usable on a laptop without the GPU stack.
-LIGHT = ("plugins.config", "plugins.topology", "bridge.name_map", "launchers.config", "launchers.presets")
+LIGHT = (
+    "plugins.config",
+    "plugins.topology",
+    "bridge.name_map",
+    "launchers.config",
+    "launchers.presets",
+    "launchers.cli",
+)
 HEAVY = ("torch", "megatron", "ray", "fla", "transformer_engine")
 
 

@@ -127,14 +127,14 @@ def test_spec_goes_into_gpt_model_directly():
 
 def test_configuration_without_the_models_description_is_refused():
     config = configured(MIXED)
-    config.model = None
-    with pytest.raises(ValueError, match="no glm5_next description"):
+    config.glm5_next = None
+    with pytest.raises(ValueError, match="does not describe a model"):
         get_glm5_next_spec(config)
 
 
 @pytest.mark.parametrize(("tp", "size"), [(1, 97), (2, 98), (4, 100)])
 def test_vocabulary_is_padded_to_the_tensor_parallel_size(tp, size):
     config = configured(MIXED)
-    config.model = replace(MIXED.config(), vocab_size=97)
+    config.glm5_next = replace(MIXED.config(), vocab_size=97)
     config.tensor_model_parallel_size = tp
     assert padded_vocab_size(config) == size
