@@ -57,6 +57,9 @@ STEP_METRICS = (
 )
 # A step's record may have these.
 EXTRA_METRICS = (
+    Metric("start_mismatch_kl_mean", "mismatch_kl_mean over all samples of the start evaluation (step 0)"),
+    Metric("start_mismatch_kl_max", "its largest value (step 0)"),
+    Metric("start_mismatch_tokens", "tokens compared there: all that were sampled (step 0)"),
     Metric("heldout_reward_start", "mean held-out reward before the first update (in the record of step 0)"),
     Metric("heldout_reward", "mean held-out reward after this step's update"),
     Metric("reference_kl", "mean KL(policy || starting checkpoint) per trained token, k3 estimate"),

@@ -9,10 +9,10 @@ TINY: dict[str, Any] = {
     "model": {"checkpoint": "runs/tiny-checkpoint", "precision": "fp32"},
     "parallel": {"ranks": 2, "ep": 2},
     "data": {"prompts": "tiny", "heldout": "tiny", "reward": "exact"},
-    "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 16, "batch_size": 64},
-    "optimizer": {"lr": 1e-3, "warmup_steps": 2},
+    "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 4, "batch_size": 512},
+    "optimizer": {"lr": 3e-3, "betas": [0.9, 0.95], "schedule": "linear"},
     "replay": {"routing": "engine"},
-    "train": {"steps": 60, "tokens_per_micro_batch": 1024, "checkpoint_every": 20, "eval_every": 20},
+    "train": {"steps": 40, "tokens_per_micro_batch": 2048, "checkpoint_every": 10, "eval_every": 10},
 }
 
 PRESETS: dict[str, dict[str, Any]] = {"tiny": TINY}

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.grpo import group_advantages
+from glm5_next.launchers.grpo import group_advantages, mismatch_stats
 from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.packing import Scores, plan_step
 from glm5_next.launchers.progress import Progress
@@ -30,6 +31,7 @@ from glm5_next.launchers.runtime.step_metrics import step_metrics
 from glm5_next.launchers.types import Group, Sample
 
 # Largest median |log-probability difference| of the probe after a weight sync: rounding of the run's precision.
+NUM_PROBES = 4
 PROBE_BOUND = {"fp32": 1e-4, "bf16": 0.1}
 
 
@@ -85,19 +87,18 @@ class Controller:
 
     def _step(self, step: int, timer: Timer) -> dict[str, Any]:
         extra: dict[str, Any] = {}
-        if step == 0 and self.inputs.heldout:
+        if step == 0:
             with timer.phase("eval"):
-                extra["heldout_reward_start"] = self._evaluate(step, "start")
+                extra |= self._compare_at_start()
         rollout = self.sampler.step(step, self.inputs.prompts, self.state.prompt_cursor, self.state.weights_version)
         timer.seconds |= {"rollout": rollout.seconds_generate, "reward": rollout.seconds_reward}
         write_rollout(self.run_dir, step, rollout)
         reports, plans = self._update(rollout, timer)
         values = step_metrics(rollout, reports, plans, self.state.weights_version)
-        self._check_start(step, values)
         self._advance(rollout, trained=bool(reports))
         if reports:
             with timer.phase("sync"):
-                self._publish(rollout.kept[0].samples[0])
+                self._publish([group.samples[0] for group in rollout.kept[:NUM_PROBES]])
         if self._evaluates_after(step):
             with timer.phase("eval"):
                 extra["heldout_reward"] = self._evaluate(step, "heldout")
@@ -144,16 +145,20 @@ class Controller:
         )
         return Batch(samples=samples, advantages=advantages, plan=plan)
 
-    def _publish(self, sample: Sample) -> None:
-        """New weights to the engines, then the same tokens scored on both sides: derived copies escape checksums."""
+    def _publish(self, probes: Sequence[Sample]) -> None:
+        """New weights to the engines, then the same tokens scored on both sides: derived copies escape checksums.
+
+        What an engine derives from stale weights shows in every probe; a near tie of the router, which rounding may
+        decide differently on the two sides, only in one of them. So the median over probes has to be small.
+        """
         self.cluster.publish(self.state.weights_version)
-        batch = self._planned((sample,), {sample.sample_id: 0.0})
-        ours = _merged(self.cluster.train("score", batch, replayed=False))[sample.sample_id]
-        for number, (theirs,) in enumerate(self.cluster.score([sample.tokens])):
-            difference = float(np.median(np.abs(ours - theirs)))
+        ours = self._score(probes, replayed=False)
+        for number, theirs in enumerate(self.cluster.score([probe.tokens for probe in probes])):
+            medians = [np.median(np.abs(ours[probe.sample_id] - other)) for probe, other in zip(probes, theirs)]
+            difference = float(np.median(medians))
             if not difference <= PROBE_BOUND[self.run.model.precision]:
                 raise RuntimeError(
-                    f"engine {number} holds the new weights bit by bit but scores a probe differently: median difference "
+                    f"engine {number} holds the new weights bit by bit but scores probes differently: median difference "
                     f"{difference:.2e}; it computes with something derived from older weights"
                 )
 
@@ -169,13 +174,41 @@ class Controller:
         groups = self.sampler.groups(self.inputs.heldout, 1, seed, version, f"{stream}.{step}", Rollout())
         return float(np.mean([group.rewards for group in groups]))
 
-    def _check_start(self, step: int, values: Mapping[str, Any]) -> None:
-        mismatch, bound = values["mismatch_kl_mean"], self.run.train.max_start_mismatch_kl
-        if step == 0 and mismatch is not None and not mismatch <= bound:
-            raise RuntimeError(
-                f"engine and trainer disagree before the first update: mean KL {mismatch:.2e} per token, "
-                f"train.max_start_mismatch_kl is {bound:.0e}; their weights or maths differ"
+    def _compare_at_start(self) -> dict[str, float]:
+        """Engine and trainer score the same samples before the first update; raises RuntimeError if they disagree.
+
+        The samples are answers to the held-out prompts (to the first training prompts if there are none), so the same
+        pass gives the reward the run starts from.
+        """
+        settings, seed = self.run.rollout, step_seed(self.run.train.seed, 0, "start")
+        prompts = self.inputs.heldout or self.inputs.prompts.take(settings.prompts_per_step, 0)[0]
+        groups = self.sampler.groups(prompts, settings.samples_per_prompt, seed, 0, "start", Rollout())
+        samples = [sample for group in groups for sample in group.samples]
+        scores = self._score(samples, replayed=True)
+        ours, theirs = (
+            torch.from_numpy(np.concatenate(parts))
+            for parts in (
+                [scores[sample.sample_id][sample.prompt_length - 1 :] for sample in samples],
+                [sample.rollout_logprobs for sample in samples],
             )
+        )
+        mismatch = mismatch_stats(ours, theirs, torch.ones_like(ours))
+        if not mismatch["mean"] <= self.run.train.max_start_mismatch_kl:
+            raise RuntimeError(
+                f"engine and trainer disagree before the first update: mean KL {mismatch['mean']:.2e} per token over "
+                f"{mismatch['tokens']:.0f} tokens, train.max_start_mismatch_kl is "
+                f"{self.run.train.max_start_mismatch_kl:.0e}; their weights or their maths differ"
+            )
+        values = {f"start_mismatch_kl_{name}": mismatch[name] for name in ("mean", "max")}
+        values["start_mismatch_tokens"] = mismatch["tokens"]
+        if self.inputs.heldout:
+            values["heldout_reward_start"] = float(np.mean([group.rewards for group in groups]))
+        return values
+
+    def _score(self, samples: Sequence[Sample], *, replayed: bool) -> dict[str, np.ndarray]:
+        """The trainer's log-probability of every label of every sample."""
+        batch = self._planned(tuple(samples), {sample.sample_id: 0.0 for sample in samples})
+        return _merged(self.cluster.train("score", batch, replayed=replayed))
 
     def _advance(self, rollout: Rollout, *, trained: bool) -> None:
         kept = sum(len(group.samples) for group in rollout.kept)

@@ -59,5 +59,5 @@ def _rank(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
         )
         pipe.send((True, fn(*args)))
-    except BaseException:
+    except BaseException:  # noqa: BLE001  (whatever it is, the parent raises it)
         pipe.send((False, traceback.format_exc()))
