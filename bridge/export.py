@@ -1,6 +1,7 @@
-"""This rank's parameters -> a stream of whole HF tensors, the same on every rank."""
+"""This rank's parameters -> a stream of whole HF tensors, the same on every rank, or a folder of them."""
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -8,8 +9,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.bridge.hf_folder import HfFolderWriter
 from glm5_next.bridge.local_tensors import LocalTensor, local_tensors, tensor_split, unwrapped
-from glm5_next.bridge.name_map import Tensors, inventory, sizes, text_tensors
+from glm5_next.bridge.name_map import Tensors, inventory, sizes, text_tensors, trained_names
 from glm5_next.bridge.transforms import unshard
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -35,6 +38,24 @@ def export_weights(
         for name, part in zip(entry.hf, parts, strict=True):
             wanted = torch.float32 if dtype == "float32" else TORCH_DTYPES[stored[name].dtype]
             yield name, part.view(stored[name].shape).to(wanted).contiguous()
+
+
+def save_hf_folder(
+    weights: Iterator[tuple[str, Tensor]], source: Checkpoint, out: Path, dtype: ExportDtype = "source"
+) -> None:
+    """Drains a stream of exported tensors on every rank; global rank 0 writes them, and what the model does not hold.
+
+    Tensors outside the trained model (vision tower, multi-token-prediction layers) and the folder's other files come
+    from `source`.
+    """
+    if dist.is_initialized() and dist.get_rank() != 0:
+        for _ in weights:
+            pass
+        return
+    with HfFolderWriter(out, source=source, dtype=dtype) as writer:
+        for name, tensor in weights:
+            writer.add(name, tensor.cpu())
+        writer.copy_from_source(sorted(set(inventory(source.config)) - trained_names(source.config)))
 
 
 def _stages(tensors: dict[str, LocalTensor]) -> dict[str, int]:

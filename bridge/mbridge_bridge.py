@@ -14,10 +14,8 @@ from mbridge.core import LLMBridge, register_model
 from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.export import export_weights
-from glm5_next.bridge.hf_folder import HfFolderWriter
+from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
-from glm5_next.bridge.name_map import inventory, trained_names
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig, megatron_config
@@ -103,19 +101,3 @@ class Glm5NextBridge(LLMBridge):
         """Writes a complete Hugging Face folder: trained tensors from the model, the rest from the source folder."""
         source = Checkpoint(self.hf_config.name_or_path)
         save_hf_folder(export_weights(models, self.model_config), source, Path(weights_path))
-
-
-def save_hf_folder(weights: Iterator[tuple[str, Tensor]], source: Checkpoint, out: Path, dtype: Any = "source") -> None:
-    """Drains a stream of exported tensors on every rank; global rank 0 writes them, and what the model does not hold.
-
-    Tensors outside the trained model (vision tower, multi-token-prediction layers) and the folder's other files come
-    from `source`.
-    """
-    if dist.is_initialized() and dist.get_rank() != 0:
-        for _ in weights:
-            pass
-        return
-    with HfFolderWriter(out, source=source, dtype=dtype) as writer:
-        for name, tensor in weights:
-            writer.add(name, tensor.cpu())
-        writer.copy_from_source(sorted(set(inventory(source.config)) - trained_names(source.config)))

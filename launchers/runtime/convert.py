@@ -11,10 +11,9 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.export import export_weights
+from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
 from glm5_next.bridge.local_tensors import unwrapped
-from glm5_next.bridge.mbridge_bridge import save_hf_folder
 from glm5_next.launchers.runtime.checkpoint_folder import Origin, check_finished
 from glm5_next.launchers.runtime.checkpoints import METADATA, writing_checkpoint
 from glm5_next.launchers.runtime.megatron import start_ranks

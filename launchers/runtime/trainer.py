@@ -11,9 +11,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.export import export_weights
+from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
-from glm5_next.bridge.mbridge_bridge import save_hf_folder
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.packing import Scores, pack_row, plan_digest
 from glm5_next.launchers.run_state import RunState

@@ -16,9 +16,8 @@ from megatron.core import parallel_state as mpu
 from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.export import export_weights
+from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
-from glm5_next.bridge.mbridge_bridge import save_hf_folder
 from glm5_next.launchers.runtime.megatron import start_ranks
 from glm5_next.launchers.runtime.rollout import encode
 from glm5_next.launchers.tiny_task import ALPHABET, training_prompts
