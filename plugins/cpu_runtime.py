@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 
@@ -185,6 +186,9 @@ def install() -> None:
         return
     if torch.cuda.is_initialized():
         raise RuntimeError("cpu_runtime.install() in a process that already uses a GPU; start a fresh process")
+    # torch remembers at its first use which factories a `with torch.device("meta")` block redirects; that has to be the
+    # real ones, not those put in their place below.
+    _device_constructors()
     torch.compiler.set_stance("force_eager")  # Megatron compiles small functions: 10 s a process and a C++ compiler
     with _quiet_import():
         for replacement in REPLACEMENTS:

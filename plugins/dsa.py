@@ -1,6 +1,7 @@
 """Multi-latent attention over the tokens that the indexer selects: the sparse-attention layers."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from glm5_next.plugins.linear import ReplicatedLinear
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.norm import RMSNorm
 from glm5_next.plugins.packed_row import documents_of, from_tokens, to_tokens
+from glm5_next.plugins.recompute import recomputed
 
 
 @dataclass
@@ -42,7 +44,8 @@ class SparseCoreAttention(MegatronModule):
         """q `[T, heads, C]` absorbed queries, latent `[T, C]` keys and values at once -> `[T, heads, C]`."""
         pools = self.indexer(hidden_states, q_compressed, documents)
         indices = kernels.expand_pools(pools, documents, self.kpool)
-        return kernels.sparse_attention(q, latent, indices, self.scale)
+        attend = partial(kernels.sparse_attention, indices=indices, scale=self.scale)
+        return recomputed(self.config, "core_attn", attend, q, latent)
 
 
 class DsaAttention(MegatronModule):

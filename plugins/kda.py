@@ -1,6 +1,7 @@
 """Kimi delta attention: the linear-attention layers."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from glm5_next.plugins import kernels
+from glm5_next.plugins.documents import Documents
 from glm5_next.plugins.linear import ReplicatedLinear
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.packed_row import documents_of, from_tokens, to_tokens
 from glm5_next.plugins.precision import Fp32Weight, KeepFp32
+from glm5_next.plugins.recompute import recomputed
 
 
 @dataclass
@@ -115,22 +118,20 @@ class KdaAttention(KeepFp32):
         batch = hidden_states.shape[1]
         qkv = to_tokens(self.in_proj(hidden_states)[0])
         documents = documents_of(packed_seq_params, qkv.shape[0] // batch, batch, qkv.device)
+        decay = to_tokens(self.f_b_proj(self.f_a_proj(hidden_states))[0])
+        beta = to_tokens(self.beta_proj(hidden_states)[0])
+        gate = to_tokens(self.g_b_proj(self.g_a_proj(hidden_states))[0])
+        core = partial(self._core, documents)
+        out = recomputed(self.config, "core_attn", core, qkv, decay, beta, gate)
+        return self.out_proj(from_tokens(out, batch))[0], None
+
+    def _core(self, documents: Documents, qkv: Tensor, decay: Tensor, beta: Tensor, gate: Tensor) -> Tensor:
+        """From projections of `[T, ...]` tokens to the gated, normalised output `[T, width]`."""
         qkv = kernels.short_convolution(qkv, self.conv1d.weight.squeeze(1), documents)
         q, k, v = (self._heads(x) for x in qkv.split(self.width, dim=-1))
-        out = kernels.kda(
-            q,
-            k,
-            v,
-            self._heads(to_tokens(self.f_b_proj(self.f_a_proj(hidden_states))[0])),
-            self.A_log,
-            self.dt_bias,
-            to_tokens(self.beta_proj(hidden_states)[0]),
-            documents,
-            lower_bound=self.lower_bound,
-        )
-        gate = self._heads(to_tokens(self.g_b_proj(self.g_a_proj(hidden_states))[0]))
-        out = kernels.gated_rms_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon)
-        return self.out_proj(from_tokens(out.flatten(1), batch))[0], None
+        decay, gate = self._heads(decay), self._heads(gate)
+        out = kernels.kda(q, k, v, decay, self.A_log, self.dt_bias, beta, documents, lower_bound=self.lower_bound)
+        return kernels.gated_rms_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon).flatten(1)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.num_heads, self.head_dim))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
@@ -12,6 +13,7 @@ from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.mhc import HyperConnection
 from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.packed_row import PackedRow
+from glm5_next.plugins.recompute import recomputed
 
 
 @dataclass
@@ -35,6 +37,8 @@ class HyperTransformerLayer(TransformerLayer):
         self.num_streams = config.model.num_streams
         self.self_attention_hyper_connection = HyperConnection(config)
         self.mlp_hyper_connection = HyperConnection(config)
+        if self.is_moe_layer:
+            self.mlp.moe_layer_recompute = False  # done here, where a recomputed router gets its own row's record
 
     def forward(
         self,
@@ -56,7 +60,8 @@ class HyperTransformerLayer(TransformerLayer):
 
         streams = hidden_states.repeat(1, 1, self.num_streams) if self.widens_input else hidden_states
         streams = _site(streams, self.self_attention_hyper_connection, self.input_layernorm, attention)
-        streams = _site(streams, self.mlp_hyper_connection, self.pre_mlp_layernorm, mlp)
+        mlp_or_again = partial(recomputed, self.config, "moe" if self.is_moe_layer else "mlp", mlp)
+        streams = _site(streams, self.mlp_hyper_connection, self.pre_mlp_layernorm, mlp_or_again)
         # A view would be freed by the pipeline schedule together with its base.
         return make_viewless_tensor(streams, requires_grad=streams.requires_grad, keep_graph=True), context
 
@@ -68,5 +73,5 @@ class HyperTransformerLayer(TransformerLayer):
 
 
 def _site(streams: Tensor, site: HyperConnection, norm: Callable, block: Callable[[Tensor], Tensor]) -> Tensor:
-    collapsed, weights = site.collapse(streams)
-    return site.merge(streams, block(norm(collapsed)), weights)
+    collapsed, post, mix = site(streams)
+    return site.merge(streams, block(norm(collapsed)), post, mix)

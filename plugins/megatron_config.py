@@ -29,15 +29,26 @@ UNSUPPORTED = {
     "softmax_scale": None,
 }
 
+# What `recompute_granularity="selective"` can name: hyper-connections, the cores of both attention kinds (convolution,
+# recurrence and output norm; sparse attention), dense MLPs, whole MoE layers, shared experts.
+OWN_RECOMPUTE_MODULES = ("mhc",)
+RECOMPUTE_MODULES = (*OWN_RECOMPUTE_MODULES, "core_attn", "mlp", "moe", "shared_experts")
+
 
 @dataclass
 class Glm5NextTransformerConfig(MLATransformerConfig):
     """`MLATransformerConfig` that also carries the model's own description for our modules."""
 
     glm5_next: Glm5NextConfig | None = None
+    recompute_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
+        # Megatron refuses module names that it does not know, and puts a default in place of none.
+        own = [name for name in self.recompute_modules or () if name in OWN_RECOMPUTE_MODULES]
+        if self.recompute_modules is not None:
+            self.recompute_modules = [name for name in self.recompute_modules if name not in own]
         super().__post_init__()
+        self.recompute_modules = [*(self.recompute_modules or ()), *own]
         check_supported(self)
 
     @property
@@ -48,9 +59,9 @@ class Glm5NextTransformerConfig(MLATransformerConfig):
         return self.glm5_next
 
     @property
-    def device(self) -> torch.device:
-        """Where parameters are created: the CPU when asked, the current GPU otherwise."""
-        return torch.device("cpu") if self.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+    def device(self) -> torch.device | None:
+        """Where parameters are created: the current GPU, or (None) torch's default device, which may be "meta"."""
+        return None if self.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
 
 
 def check_supported(config: TransformerConfig) -> None:
@@ -59,7 +70,12 @@ def check_supported(config: TransformerConfig) -> None:
         if getattr(config, field) != wanted:
             raise ValueError(f"{field}={getattr(config, field)!r} is not supported for GLM-5.3-Flash, use {wanted!r}")
     if config.recompute_granularity == "selective":
-        raise ValueError("recompute_granularity='selective' is not supported for GLM-5.3-Flash, use 'full'")
+        unknown = set(config.recompute_modules or ()) - set(RECOMPUTE_MODULES)
+        if unknown:
+            raise ValueError(
+                f"recompute_modules {sorted(unknown)} would do nothing in GLM-5.3-Flash's layers; "
+                f"choose from {', '.join(RECOMPUTE_MODULES)}"
+            )
     if config.moe_router_topk == 1:
         raise ValueError(
             "num_experts_per_tok=1 is not supported: Megatron does not normalise the weight of a single expert, "

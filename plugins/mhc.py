@@ -6,6 +6,7 @@ from torch import Tensor
 from glm5_next.plugins.kernels import naive
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.precision import Fp32Weight, KeepFp32
+from glm5_next.plugins.recompute import recomputed
 
 
 class HyperConnection(KeepFp32):
@@ -19,7 +20,7 @@ class HyperConnection(KeepFp32):
 
     def __init__(self, config: Glm5NextTransformerConfig):
         super().__init__()
-        self.model = config.model
+        self.config, self.model = config, config.model
         streams = self.model.num_streams
         outputs = streams * (streams + 2)
         self.mapping_proj = Fp32Weight(outputs, streams * config.hidden_size, device=config.device)
@@ -34,8 +35,18 @@ class HyperConnection(KeepFp32):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def collapse(self, streams: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """`[s, b, N * h]` -> the block's input `[s, b, h]` and what `merge` needs (post `[s, b, N]`, mix)."""
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[s, b, N * h]` -> the block's input `[s, b, h]`, and for `merge` post `[s, b, N]` and mix `[s, b, N, N]`."""
+        return recomputed(self.config, "mhc", self._collapse, streams)
+
+    def merge(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
+        """The streams after the block: `[s, b, N * h]`."""
+        return recomputed(self.config, "mhc", naive.mhc_merge, streams, output, post, mix)
+
+    def _collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        # One node of its own collects the gradients of mapping and collapse before they meet the merge's: the order in
+        # which recomputation adds them, so that it changes no bit.
+        streams = streams.view_as(streams)
         pre, post, mix = naive.mhc_mapping(
             streams,
             self.mapping_proj.weight,
@@ -46,8 +57,4 @@ class HyperConnection(KeepFp32):
             hc_eps=self.model.hc_eps,
             iterations=self.model.sinkhorn_iterations,
         )
-        return naive.mhc_collapse(streams, pre), (post, mix)
-
-    def merge(self, streams: Tensor, output: Tensor, weights: tuple[Tensor, Tensor]) -> Tensor:
-        """The streams after the block: `[s, b, N * h]`."""
-        return naive.mhc_merge(streams, output, *weights)
+        return naive.mhc_collapse(streams, pre), post, mix
