@@ -1,6 +1,6 @@
 """This rank's parameters -> a stream of whole HF tensors, the same on every rank, or a folder of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.hf_folder import HfFolderWriter
 from glm5_next.bridge.local_tensors import LocalTensor, local_tensors, tensor_split, unwrapped
-from glm5_next.bridge.name_map import Tensors, inventory, sizes, text_tensors, trained_names
+from glm5_next.bridge.name_map import Row, Tensors, inventory, sizes, text_tensors, trained_names
 from glm5_next.bridge.transforms import unshard
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -29,15 +29,37 @@ def export_weights(
     Collective: every rank has to iterate to the end and sees all tensors. `dtype` is 'source' for the checkpoint's
     own dtypes (fp32 masters of bf16 tensors are rounded) or 'float32'.
     """
-    tensors = local_tensors(chunks, config)
-    stage_of, params_dtype = _stages(tensors), unwrapped(chunks[0]).config.params_dtype
+    params_dtype = unwrapped(chunks[0]).config.params_dtype
+
+    def dtype_of(row: Row) -> torch.dtype:
+        return torch.float32 if row.fp32_in_model else params_dtype
+
     stored = inventory(config)
-    for entry in text_tensors(config):
-        held = [tensors[name] for name in entry.megatron] if entry.megatron[0] in tensors else None
-        parts = _whole_parts(entry, held, stage_of, config, params_dtype)
+    for entry, parts in whole_tensors(chunks, config, lambda local: local.tensor, dtype_of):
         for name, part in zip(entry.hf, parts, strict=True):
             wanted = torch.float32 if dtype == "float32" else TORCH_DTYPES[stored[name].dtype]
             yield name, part.view(stored[name].shape).to(wanted).contiguous()
+
+
+@torch.no_grad()
+def whole_tensors(
+    chunks: Sequence[torch.nn.Module],
+    config: Glm5NextConfig,
+    value: Callable[[LocalTensor], Tensor],
+    dtype_of: Callable[[Row], torch.dtype],
+) -> Iterator[tuple[Tensors, list[Tensor]]]:
+    """Every entry of the name table with its whole HF parts, in model order and on every rank.
+
+    `value` says what of a rank's tensor is gathered (the weight, its gradient: same shape), `dtype_of` its dtype, which
+    ranks that do not hold the tensor have to know. Collective: every rank has to iterate to the end.
+    """
+    tensors = local_tensors(chunks, config)
+    stage_of = _stages(tensors)
+    for entry in text_tensors(config):
+        held = None
+        if entry.megatron[0] in tensors:
+            held = torch.cat([value(tensors[name]) for name in entry.megatron])
+        yield entry, _whole_parts(entry, held, stage_of, config, dtype_of(entry.row))
 
 
 def save_hf_folder(
@@ -68,17 +90,16 @@ def _stages(tensors: dict[str, LocalTensor]) -> dict[str, int]:
 
 def _whole_parts(
     entry: Tensors,
-    held: list[LocalTensor] | None,
+    held: Tensor | None,
     stage_of: dict[str, int],
     config: Glm5NextConfig,
-    params_dtype: torch.dtype,
+    dtype: torch.dtype,
 ) -> list[Tensor]:
     """The entry's HF tensors on every rank, wherever the shards are."""
     size, stage = sizes(config), _stage(entry, stage_of, config)
     shape = [size[symbol] for symbol in entry.row.shape]
-    dtype = torch.float32 if entry.row.fp32_in_model else params_dtype
     if held is not None:
-        parts = [part[: shape[0]] for part in unshard(_gather(torch.cat([x.tensor for x in held]), entry), entry.row)]
+        parts = [part[: shape[0]] for part in unshard(_gather(held, entry), entry.row)]
     else:
         parts = [torch.empty(shape, dtype=dtype, device=_device()) for _ in entry.hf]
     if entry.expert is not None and stage == mpu.get_pipeline_model_parallel_rank():
