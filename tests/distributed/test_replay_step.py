@@ -1,0 +1,205 @@
+"""Recorded routes reach the router of the right layer, micro-batch and token, through real schedules."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
+
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.bridge.load import load_weights
+from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+from glm5_next.launchers.runtime import train_step
+from glm5_next.launchers.runtime.trainer import Trainer
+from glm5_next.plugins.moe import Glm5NextRouter
+from glm5_next.plugins.replay import RouteReplay
+from tests.support.faults import Fault, edit
+from tests.support.training import batch, on_trainers, samples, settings, total, unequal_updates, weights_of
+
+LAYERS, EXPERTS = 4, 8
+MOE_LAYERS = (1, 2, 3)
+FOUR_ROWS = [[[0, 1], [2], [3, 4], [5]]]
+
+
+def experts_of(token, layer: int):
+    """The two experts that a token is sent to in a layer: every (token, layer) has its own, and no two layers agree."""
+    first = (token + 3 * layer) % EXPERTS
+    return first, (first + 1 + (token // EXPERTS) % (EXPERTS - 1)) % EXPERTS
+
+
+def recorded(tokens: np.ndarray) -> np.ndarray:
+    """int16 `[T, MoE layers, 2]`."""
+    layers = [np.stack(experts_of(tokens, layer), axis=-1) for layer in MOE_LAYERS]
+    return np.stack(layers, axis=1).astype(np.int16)
+
+
+SAMPLES = samples(6, routes=recorded)
+LAYOUTS = {
+    "pp2": {"parallel__ranks": 2, "parallel__pp": 2},
+    "pp2_recompute": {"parallel__ranks": 2, "parallel__pp": 2, "train__recompute": "full"},
+    "pp2_vpp2_recompute": {
+        "parallel__ranks": 2,
+        "parallel__pp": 2,
+        "parallel__vpp": 2,
+        "train__recompute": "full",
+    },
+    "tp2_recompute": {"parallel__ranks": 2, "parallel__tp": 2, "train__recompute": "full"},
+    "ep2": {"parallel__ranks": 2, "parallel__ep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("hf") / "tiny"
+    return Checkpoint(write_tiny_checkpoint(folder, layers=LAYERS, dtype="float32", mtp=False, vision=False))
+
+
+def replaying(source: Checkpoint, **changes):
+    return settings(source.folder, replay__routing="engine", **changes)
+
+
+@contextmanager
+def routing_by_token() -> Iterator[None]:
+    """No record at all: every router works out `experts_of` from the tokens of the row that is being computed.
+
+    Only right where a row's forward pass is over before the next one begins, and with one rank.
+    """
+    tokens = []
+
+    def forward_step(on_output, rows, chunk):
+        row = next(rows)
+        tokens[:] = [row.batch.input_ids]
+        return original_step(on_output, iter([row]), chunk)
+
+    def routing(self, logits, padding_mask=None):
+        return topk_routing_with_score_function(
+            logits.view(-1, EXPERTS),
+            self.topk,
+            scaling_factor=self.config.moe_router_topk_scaling_factor,
+            score_function=self.score_function,
+            precomputed_indices=torch.stack(experts_of(tokens[0], self.layer_number - 1), dim=-1),
+        )
+
+    original_step = train_step._forward_step
+    with (
+        mock.patch.object(train_step, "_forward_step", forward_step),
+        mock.patch.object(Glm5NextRouter, "routing", routing),
+    ):
+        yield
+
+
+def scores_and_step(trainer: Trainer, update):
+    """Log-probabilities of all samples, then one step: report, weights, and how often each layer read each row."""
+    scores = trainer.score(update)
+    rows = trainer._rows(update)
+    with mock.patch.object(trainer, "_rows", return_value=rows):
+        report = trainer.train(update)
+    return scores, report, weights_of(trainer), [row.params.routes.reads if row.params.routes else {} for row in rows]
+
+
+def by_token(trainer: Trainer, update):
+    with routing_by_token():
+        return scores_and_step(trainer, update)
+
+
+@pytest.fixture(scope="module")
+def without_a_record(source):
+    """Scores, report and weights of a process that works the experts out instead of replaying them."""
+    run = settings(source.folder)
+    return on_trainers(run, by_token, batch(run, tuple(replace(s, routes=None) for s in SAMPLES), FOUR_ROWS))[0]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request, source):
+    run = replaying(source, **LAYOUTS[request.param])
+    plan = FOUR_ROWS if run.parallel.ep == 1 else [[[0, 1], [2]], [[3, 4], [5]]]
+    return run, on_trainers(run, scores_and_step, batch(run, SAMPLES, plan))
+
+
+def test_every_token_is_sent_where_its_record_says(layout, without_a_record):
+    expected, _, _, _ = without_a_record
+    scores = {name: values for result in layout[1] for name, values in result[0].items()}
+    assert scores.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.allclose(scores[name], values, rtol=0, atol=2e-5), name
+
+
+def test_the_backward_pass_uses_the_record_too(layout, without_a_record, source):
+    _, alone, after, _ = without_a_record
+    results = layout[1]
+    assert math.isclose(total([report for _, report, _, _ in results], "loss"), alone.sums["loss"], rel_tol=1e-6)
+    for _, report, weights, _ in results:
+        assert math.isclose(report.grad_norm, alone.grad_norm, rel_tol=1e-5)
+        assert not unequal_updates(weights, after, source)
+
+
+def test_every_router_reads_each_row_once_per_pass(layout):
+    run, results = layout
+    topology, times = run.parallel.topology(), 2 if run.train.recompute == "full" else 1
+    stages = topology.layers_per_stage(LAYERS)
+    for rank, (_, _, _, reads) in enumerate(results):
+        stage = rank * topology.pp // topology.world_size
+        here = [layer for chunk in range(topology.vpp or 1) for layer in stages[stage + chunk * topology.pp]]
+        expected = {layer: times for layer in here if layer in MOE_LAYERS}
+        assert reads == [expected] * (4 if run.parallel.ep == 1 else 2)
+
+
+def test_overlap_counts_the_slots_of_all_recorded_tokens_once(layout):
+    recorded_slots = sum(sample.routes.size for sample in SAMPLES)
+    for _, report, _, _ in layout[1]:
+        assert report.experts_total == recorded_slots
+        # Made-up routes agree with live ones about by chance: two of eight experts.
+        assert 0.1 < report.experts_same / recorded_slots < 0.4
+
+
+def with_another_expert(samples_, sample: int, token: int, layer: int):
+    """The samples with one expert of one token in one layer replaced by one that the token does not have."""
+    routes = samples_[sample].routes.copy()
+    slots = routes[token, MOE_LAYERS.index(layer)]
+    slots[0] = next(expert for expert in range(EXPERTS) if expert not in slots)
+    changed = replace(samples_[sample], routes=routes)
+    return (*samples_[:sample], changed, *samples_[sample + 1 :])
+
+
+def losses_and_scores(trainer: Trainer, updates):
+    """Of every update, from the same weights."""
+    losses, scores = [], []
+    for update in updates:
+        load_weights(trainer.chunks, trainer.source)
+        scores.append(trainer.score(update))
+        losses.append(trainer.train(update).sums["loss"])
+    return losses, scores
+
+
+def test_one_changed_row_of_a_record_changes_the_loss_from_that_token_on_and_nothing_without_replay(source):
+    sample, token = 3, 4
+    both = (SAMPLES, with_another_expert(SAMPLES, sample, token, layer=2))
+    run = replaying(source)
+    losses, (before, after) = on_trainers(run, losses_and_scores, [batch(run, these, FOUR_ROWS) for these in both])[0]
+    assert abs(losses[1] - losses[0]) > 1e-4
+    differences = {name: np.abs(after[name] - before[name]) for name in before}
+    changed = differences.pop(f"sample-{sample}")
+    assert changed[:token].max() < 1e-5 and changed[token] > 1e-3
+    assert max(difference.max() for difference in differences.values()) < 1e-5
+    run = settings(source.folder)
+    losses, (before, after) = on_trainers(run, losses_and_scores, [batch(run, these, FOUR_ROWS) for these in both])[0]
+    assert losses[0] == losses[1]
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+SHIFTS = {
+    "token": ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer)].roll(-1, 0)"),
+    "layer": ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer) - 1]"),
+}
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_a_record_shifted_by_one_shows(source, without_a_record, shift):
+    run, fault = replaying(source), Fault(RouteReplay, "experts", edit(*SHIFTS[shift]))
+    scores = on_trainers(run, Trainer.score, batch(run, SAMPLES, FOUR_ROWS), fault=fault)[0]
+    assert max(np.abs(scores[name] - values).max() for name, values in without_a_record[0].items()) > 0.1
