@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -24,8 +23,7 @@ from glm5_next.launchers.runtime.checkpoint_folder import (
     finish,
     unfinished_folder,
 )
-
-METADATA = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "dp_reshardable"}
+from glm5_next.launchers.runtime.optimizer_state import METADATA, load_optimizer_state, sharded_optimizer_state
 
 
 def save_checkpoint(
@@ -38,7 +36,8 @@ def save_checkpoint(
 ) -> None:
     """Collective. The folder appears whole or not at all."""
     with writing_checkpoint(folder, origin) as unfinished:
-        dist_checkpointing.save(_sharded_state(chunks, optimizer, scheduler, is_loading=False), str(unfinished))
+        tree, _ = _sharded_state(chunks, optimizer, scheduler, is_loading=False)
+        dist_checkpointing.save(tree, str(unfinished))
         if dist.get_rank() == 0:
             state.save(unfinished / STATE_FILE)
 
@@ -64,13 +63,13 @@ def load_checkpoint(
     optimizer: MegatronOptimizer,
     scheduler: OptimizerParamScheduler,
 ) -> RunState:
-    """Collective. Restores what `save_checkpoint` wrote."""
+    """Collective. Restores what `save_checkpoint` wrote, from ranks in this layout or in another."""
     check_finished(folder)
-    loaded = dist_checkpointing.load(_sharded_state(chunks, optimizer, scheduler, is_loading=True), str(folder))
+    tree, skeletons = _sharded_state(chunks, optimizer, scheduler, is_loading=True)
+    loaded = dist_checkpointing.load(tree, str(folder))
     for index, chunk in enumerate(chunks):
         unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
-    with torch.no_grad():  # the distributed optimizer writes into views of parameters
-        optimizer.load_state_dict(loaded["optimizer"])
+    load_optimizer_state(optimizer, loaded["optimizer"], skeletons)
     scheduler.load_state_dict(loaded["scheduler"])
     return RunState.load(folder / STATE_FILE)
 
@@ -81,14 +80,12 @@ def _sharded_state(
     scheduler: OptimizerParamScheduler,
     *,
     is_loading: bool,
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], list[Any]]:
+    """(what to save or load, the optimizers' own dictionaries for `load_optimizer_state`)."""
     model = {f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(chunks)}
     model_state = model["model0"] if len(model) == 1 else model
-    return {
-        **model,
-        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=METADATA),
-        "scheduler": scheduler.state_dict(),
-    }
+    tensors, skeletons = sharded_optimizer_state(optimizer, model_state, is_loading=is_loading)
+    return {**model, "optimizer": tensors, "scheduler": scheduler.state_dict()}, skeletons
 
 
 def _keep_results_in_process() -> None:
