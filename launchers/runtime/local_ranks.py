@@ -1,5 +1,6 @@
 """Several gloo ranks on this machine: import once, then fork. For commands and tests; a training run uses Ray."""
 
+import gc
 import multiprocessing
 import pickle
 import time
@@ -85,6 +86,7 @@ def _rank(
     args: tuple,
 ) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # garbage of the parent may hold a store or a group; freeing it here would wait for threads that are gone
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         if start_group:
