@@ -184,6 +184,11 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     """Settings that are fine alone and wrong together, each with its dotted key."""
     grpo, optimizer, rollout, train = config.grpo, config.optimizer, config.rollout, config.train
     yield from _topology_conflicts(config.parallel)
+    if config.model.precision == "bf16" and not config.parallel.distributed_optimizer:
+        yield (
+            "model.precision is 'bf16' but parallel.distributed_optimizer is false: a bf16 model keeps some parameters in "
+            "fp32, and Megatron's plain optimizer cannot save such a mix"
+        )
     if grpo.is_low > grpo.is_high:
         yield f"grpo.is_low ({grpo.is_low}) exceeds grpo.is_high ({grpo.is_high})"
     if optimizer.min_lr > optimizer.lr:

@@ -42,7 +42,7 @@ class ParallelSection(Section):
     vpp: Annotated[int | None, OrNone] = Field(
         default=None, ge=2, description='model chunks per pipeline rank; "none" is one'
     )
-    distributed_optimizer: bool = Field(default=False, description="split the optimizer state over data-parallel ranks")
+    distributed_optimizer: bool = Field(default=True, description="split the optimizer state over data-parallel ranks")
 
     def topology(self) -> Topology:
         """Raises ValueError where the sizes do not fit the number of ranks."""

@@ -7,7 +7,7 @@ from typing import Any
 # Small enough for two CPU cores; everything else about it is a real run: expert parallelism, replay, checkpoints.
 TINY: dict[str, Any] = {
     "model": {"checkpoint": "runs/tiny-checkpoint", "precision": "fp32"},
-    "parallel": {"ranks": 2, "ep": 2},
+    "parallel": {"ranks": 2, "ep": 2, "distributed_optimizer": False},
     "data": {"prompts": "tiny", "heldout": "tiny", "reward": "exact"},
     "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 4, "batch_size": 512},
     "optimizer": {"lr": 3e-3, "betas": [0.9, 0.95], "schedule": "linear"},

@@ -147,6 +147,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(text, parts):
         (["grpo.mini_batches=9"], "grpo.mini_batches (9) exceeds rollout.prompts_per_step (8)"),
         (["train.tokens_per_micro_batch=99"], "train.tokens_per_micro_batch (99) is below"),
         (["train.eval_every=5"], "data.heldout"),
+        (["parallel.distributed_optimizer=false"], "model.precision is 'bf16' but parallel.distributed_optimizer"),
     ],
 )
 def test_settings_that_contradict_each_other_are_named(overrides, key):

@@ -29,7 +29,7 @@ def settings(checkpoint: Path, **changes: Any) -> RunConfig:
     """A run's settings; `changes` are dotted keys with two underscores: `train__steps=3`."""
     values: dict[str, dict[str, Any]] = {
         "model": {"checkpoint": str(checkpoint), "precision": "fp32"},
-        "parallel": {},
+        "parallel": {"distributed_optimizer": False},
         "data": {"prompts": "tiny"},
         "rollout": {"max_new_tokens": 4},
         "optimizer": {"lr": 1e-3, "eps": EPS},
