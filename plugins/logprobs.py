@@ -33,15 +33,16 @@ class _TokenLogprobs(torch.autograd.Function):
         _all_reduce(sums, tp_group, dist.ReduceOp.SUM)
         log_z = sums[0].log()
         entropy = log_z - sums[1] / sums[0]
-        ctx.save_for_backward(logits, local, here, log_z + peak)
+        ctx.save_for_backward(logits, local, here, peak, log_z)  # their sum would lose log_z next to a large peak
         ctx.num_columns = vocab_size - first
         ctx.mark_non_differentiable(entropy)
         return sums[2] - peak - log_z, entropy
 
     @staticmethod
     def backward(ctx, grad: Tensor, _: Tensor):
-        logits, local, here, log_z = ctx.saved_tensors
-        softmax = (_real_columns(logits, ctx.num_columns) - log_z.unsqueeze(-1)).exp()
+        logits, local, here, peak, log_z = ctx.saved_tensors
+        x = _real_columns(logits, ctx.num_columns)
+        softmax = (x - peak.unsqueeze(-1)).sub_(log_z.unsqueeze(-1)).exp_()
         out = softmax.mul_(-grad.unsqueeze(-1))
         out.scatter_add_(-1, local.unsqueeze(-1), (grad * here).unsqueeze(-1))
         return out.to(logits.dtype), None, None, None
