@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from glm5_next.launchers.failures import RunFailed
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -120,12 +122,15 @@ def verify(
 
 @contextmanager
 def _one_message_on_error() -> Iterator[None]:
-    """What a user can get wrong is a ValueError: its message is all they need. Anything else keeps its traceback."""
+    """What a user can get wrong is a ValueError, and a run keeps its own traceback: the message is all they need."""
     try:
         yield
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
+    except RunFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         typer.echo("interrupted", err=True)
         sys.exit(STOPPED)

@@ -1,0 +1,8 @@
+"""What needs torch, Megatron or Ray. Ray reads its environment when it is imported, so its settings are made here."""
+
+import os
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# A dead process is reported by the run itself, in one message.
+os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "A worker died or was killed")

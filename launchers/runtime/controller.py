@@ -5,6 +5,7 @@ hold the new version, proved bit by bit and by a scored probe, before `weights_v
 between steps, so `RunState` always describes a whole number of steps.
 """
 
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,10 +37,19 @@ PROBE_BOUND = {"fp32": 1e-4, "bf16": 0.1}
 
 
 class StopRequest:
-    """Set by the first Ctrl-C: the step in progress is finished and saved."""
+    """Ctrl-C, as the loop sees it: while `waits`, it is only noted, so that the step in progress is finished and saved."""
 
     def __init__(self) -> None:
         self.requested = False
+        self.waits = False
+
+    @contextmanager
+    def after_the_step(self) -> Iterator[None]:
+        self.waits = True
+        try:
+            yield
+        finally:
+            self.waits = False
 
 
 @dataclass(eq=False)
@@ -62,28 +72,44 @@ class Controller:
         self.run, self.inputs, self.cluster, self.run_dir, self.state = run, inputs, cluster, run_dir, state
         self.sampler = Sampler(run, inputs.tokenizer, cluster, inputs.reward)
         self.topology = run.parallel.topology()
+        self.saved_step = state.next_step
+        self.begun = False
+        self.step_in_progress: int | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.state.next_step >= self.run.train.steps
 
     def loop(self, log: MetricsLog, progress: Progress, stop: StopRequest) -> None:
         """All remaining steps, with checkpoints, evaluation and one record each."""
-        if self.state.next_step:  # a resumed run: engines still hold the weights the run started from
+        self.begun = True
+        if self.state.next_step and not self.done:  # resumed: engines still hold the weights the run started from
             self.cluster.publish(self.state.weights_version)
-        while self.state.next_step < self.run.train.steps and not stop.requested:
-            step, timer = self.state.next_step, Timer()
-            with timer.phase("step"):
-                values = self._step(step, timer)
-                last = self.state.next_step == self.run.train.steps
-                every = self.run.train.checkpoint_every
-                if last or stop.requested or (every and self.state.next_step % every == 0):
-                    with timer.phase("checkpoint"):
-                        self._save()
-            values |= {f"seconds_{name}": seconds for name, seconds in timer.seconds.items()}
-            values["tokens_per_second"] = values.pop("tokens_all") / timer.seconds["step"]
-            log.write(step, values)
-            progress.update(step, values)
+        with stop.after_the_step():
+            while not self.done and not stop.requested:
+                self.step_in_progress, timer = self.state.next_step, Timer()
+                with timer.phase("step"):
+                    values = self._step(self.step_in_progress, timer)
+                    if stop.requested or self._saves_now():
+                        with timer.phase("checkpoint"):
+                            self._save()
+                values |= {f"seconds_{name}": seconds for name, seconds in timer.seconds.items()}
+                values["tokens_per_second"] = values.pop("tokens_all") / timer.seconds["step"]
+                log.write(self.step_in_progress, values)
+                progress.update(self.step_in_progress, values)
+            self.step_in_progress = None
+            if self.saved_step != self.state.next_step:  # stopped after the step had been left unsaved
+                self._save()
 
     def export(self, out: Path) -> None:
-        """Writes the trained model as a Hugging Face folder."""
-        self.cluster.train("export", out)
+        """Writes the trained model as a Hugging Face folder, in place of an earlier one."""
+        new = out.with_name(f".{out.name}.new")
+        for leftover in out.parent.glob(f".{out.name}.*"):
+            shutil.rmtree(leftover)
+        self.cluster.train("export", new)
+        if out.exists():
+            shutil.rmtree(out)
+        new.rename(out)
 
     def _step(self, step: int, timer: Timer) -> dict[str, Any]:
         extra: dict[str, Any] = {}
@@ -153,6 +179,11 @@ class Controller:
         """
         self.cluster.publish(self.state.weights_version)
         ours = self._score(probes, replayed=False)
+        if not all(np.isfinite(scores).all() for scores in ours.values()):
+            raise RuntimeError(
+                f"the model's log-probabilities are not finite after this update; optimizer.lr = {self.run.optimizer.lr} "
+                "is too large, or the rewards are"
+            )
         for number, theirs in enumerate(self.cluster.score([probe.tokens for probe in probes])):
             medians = [np.median(np.abs(ours[probe.sample_id] - other)) for probe, other in zip(probes, theirs)]
             difference = float(np.median(medians))
@@ -161,6 +192,10 @@ class Controller:
                     f"engine {number} holds the new weights bit by bit but scores probes differently: median difference "
                     f"{difference:.2e}; it computes with something derived from older weights"
                 )
+
+    def _saves_now(self) -> bool:
+        every = self.run.train.checkpoint_every
+        return self.done or (every > 0 and self.state.next_step % every == 0)
 
     def _evaluates_after(self, step: int) -> bool:
         every = self.run.train.eval_every
@@ -225,6 +260,7 @@ class Controller:
 
     def _save(self) -> None:
         self.cluster.train("save", step_folder(self.run_dir, self.state.next_step), self.state)
+        self.saved_step = self.state.next_step
         drop_old_checkpoints(self.run_dir, self.run.train.keep_checkpoints)
 
 

@@ -1,6 +1,9 @@
 """One training run from its settings to its results on disk: folders, signals, records, plots, export."""
 
+import shutil
 import signal
+import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,8 +14,8 @@ from rich.console import Console
 
 from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.failures import RunFailed
 from glm5_next.launchers.metrics import MetricsLog, read_metrics
-from glm5_next.launchers.plots import write_plots
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.checkpoint_folder import STATE_FILE, last_checkpoint
@@ -21,12 +24,15 @@ from glm5_next.launchers.runtime.controller import Controller, StopRequest
 from glm5_next.launchers.runtime.preflight import Inputs, check_inputs
 
 SETTINGS_FILE = "run.toml"
+METRICS_FILE = "metrics.jsonl"
+ERROR_FILE = "error.log"
 EXPORT_FOLDER = "export"
+BUILT_IN_PROMPTS = "tiny"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """`finished` is False if the run was stopped between two steps; it can be resumed."""
+    """`finished` is False if the run was stopped; it can be resumed."""
 
     run_dir: Path
     finished: bool
@@ -34,7 +40,7 @@ class Outcome:
 
 def start_run(run: RunConfig, *, name: str) -> Outcome:
     """Trains from the checkpoint named in the settings, in a new folder under `output.runs`."""
-    run = run.model_copy(update={"model": run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})})
+    run = _with_absolute_paths(run)
     inputs = check_inputs(run)
     run_id = run.output.run_id or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = (run.output.runs / run_id).resolve()
@@ -44,59 +50,99 @@ def start_run(run: RunConfig, *, name: str) -> Outcome:
         )
     run_dir.mkdir(parents=True)
     write_atomic(run_dir / SETTINGS_FILE, describe(run).encode())
-    state = RunState(
-        next_step=0, weights_version=0, prompt_cursor=0, seed=run.train.seed, prompts_digest=inputs.prompts_digest
-    )
-    return _run(run, inputs, run_dir, state, checkpoint=None)
+    try:
+        return _run(run, inputs, run_dir, _first_state(run, inputs), checkpoint=None)
+    except ValueError:  # found by a rank or an engine: bad input leaves nothing behind
+        shutil.rmtree(run_dir)
+        raise
 
 
 def resume_run(run_dir: Path, overrides: list[str]) -> Outcome:
-    """Continues a run from its newest finished checkpoint, with its own settings and `overrides` on top."""
+    """Continues a run from its newest finished checkpoint, with its own settings and `overrides` on top.
+
+    A run that was stopped before its first checkpoint starts again.
+    """
     if not (run_dir / SETTINGS_FILE).is_file():
         raise ValueError(f"{run_dir / SETTINGS_FILE}: no such file; --resume takes the folder of a run")
     run_dir = run_dir.resolve()  # ranks and engines run elsewhere
-    run = load_run_config(run_dir / SETTINGS_FILE, None, overrides)
-    checkpoint = last_checkpoint(run_dir)
-    if checkpoint is None:
-        raise ValueError(f"{run_dir / 'checkpoints'}: holds no finished checkpoint to resume from")
-    state = RunState.load(checkpoint / STATE_FILE)
+    run = _with_absolute_paths(load_run_config(run_dir / SETTINGS_FILE, None, overrides))
     inputs = check_inputs(run)
+    checkpoint = last_checkpoint(run_dir)
+    state = _first_state(run, inputs) if checkpoint is None else RunState.load(checkpoint / STATE_FILE)
     if state.prompts_digest != inputs.prompts_digest:
         raise ValueError(f"data.prompts ({run.data.prompts}) is not what {run_dir} was trained on so far")
-    if state.next_step >= run.train.steps:
+    if state.seed != run.train.seed:
+        raise ValueError(f"train.seed is {run.train.seed}, but {run_dir} was started with {state.seed}")
+    if state.next_step >= run.train.steps and (run_dir / EXPORT_FOLDER).exists():
         raise ValueError(f"{run_dir}: all {run.train.steps} steps are done; raise train.steps with --set to go on")
     write_atomic(run_dir / SETTINGS_FILE, describe(run).encode())
     return _run(run, inputs, run_dir, state, checkpoint)
 
 
 def _run(run: RunConfig, inputs: Inputs, run_dir: Path, state: RunState, checkpoint: Path | None) -> Outcome:
-    console = Console()
-    console.print(f"run folder: {run_dir}", highlight=False, soft_wrap=True)
+    """Raises RunFailed for whatever goes wrong, except for a ValueError before the first step: that is bad input."""
+    console = Console(highlight=False, soft_wrap=True)
+    cluster = Cluster(run)
+    controller = Controller(run, inputs, cluster, run_dir, state)
+    (run_dir / ERROR_FILE).unlink(missing_ok=True)
+    try:
+        with _stop_on_signal(console) as stop:
+            console.print(f"run folder: {run_dir}")
+            _train(controller, checkpoint, stop, console)
+        if run.output.plots and controller.state.next_step:
+            from glm5_next.launchers.plots import write_plots
+
+            write_plots(run_dir / METRICS_FILE, run_dir / "plots")
+    except KeyboardInterrupt:
+        return _stopped(console, run_dir, controller)
+    except Exception as error:
+        if isinstance(error, ValueError) and not controller.begun:
+            raise
+        raise _failed(error, run_dir, controller) from None
+    _report(console, run_dir, finished=controller.done)
+    return Outcome(run_dir, finished=controller.done)
+
+
+def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, console: Console) -> None:
+    run, run_dir, started = controller.run, controller.run_dir, time.monotonic()
     console.print(f"starting {run.parallel.ranks} trainer rank(s) and {run.rollout.num_engines} engine(s) ...")
-    with Cluster(run) as cluster, _stop_on_signal(console) as stop:
+    with controller.cluster as cluster:
+        processes = ", ".join(f"{name} is {number}" for name, number in cluster.process_ids.items())
+        console.print(f"started in {time.monotonic() - started:.0f} seconds; processes: {processes}")
         if checkpoint is not None:
             cluster.train("load", checkpoint)
-            console.print(f"resumed from {checkpoint} at step {state.next_step}", highlight=False, soft_wrap=True)
-        controller = Controller(run, inputs, cluster, run_dir, state)
-        log = MetricsLog(run_dir, tensorboard=run.output.tensorboard, next_step=state.next_step)
+            console.print(f"resumed from {checkpoint} at step {controller.state.next_step + 1}")
+        log = MetricsLog(run_dir, tensorboard=run.output.tensorboard, next_step=controller.state.next_step)
         with log, Progress(run.train.steps, console=console) as progress:
             controller.loop(log, progress, stop)
-        finished = controller.state.next_step == run.train.steps
-        if finished:
+        if controller.done:
             controller.export(run_dir / EXPORT_FOLDER)
-    if run.output.plots:
-        write_plots(log.path, run_dir / "plots")
-    _report(console, run_dir, finished)
-    return Outcome(run_dir, finished)
+
+
+def _with_absolute_paths(run: RunConfig) -> RunConfig:
+    """Paths that mean the same from any folder the run is resumed in."""
+
+    def absolute(prompts: str | None) -> str | None:
+        return prompts if prompts in (None, BUILT_IN_PROMPTS) else str(Path(prompts).resolve())
+
+    model = run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})
+    data = {"prompts": absolute(run.data.prompts), "heldout": absolute(run.data.heldout)}
+    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
+
+
+def _first_state(run: RunConfig, inputs: Inputs) -> RunState:
+    return RunState(
+        next_step=0, weights_version=0, prompt_cursor=0, seed=run.train.seed, prompts_digest=inputs.prompts_digest
+    )
 
 
 @contextmanager
 def _stop_on_signal(console: Console) -> Iterator[StopRequest]:
-    """The first Ctrl-C (or SIGTERM) asks the loop to stop after its step; the second one interrupts."""
+    """The first Ctrl-C (or SIGTERM) lets a step in progress end and be saved; without one, and the next time, it stops."""
     stop = StopRequest()
 
     def on_signal(number: int, frame: object) -> None:
-        if stop.requested:
+        if stop.requested or not stop.waits:
             raise KeyboardInterrupt
         stop.requested = True
         console.print("stopping after this step, with a checkpoint; once more to stop at once")
@@ -109,8 +155,27 @@ def _stop_on_signal(console: Console) -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def _report(console: Console, run_dir: Path, finished: bool) -> None:
-    records = read_metrics(run_dir / "metrics.jsonl")
+def _stopped(console: Console, run_dir: Path, controller: Controller) -> Outcome:
+    """Stopped at once: what was not in a checkpoint is lost."""
+    console.print(f"stopped at once, {controller.state.next_step - controller.saved_step} finished step(s) unsaved")
+    console.print(_how_to_continue(run_dir))
+    return Outcome(run_dir, finished=False)
+
+
+def _failed(error: Exception, run_dir: Path, controller: Controller) -> RunFailed:
+    write_atomic(run_dir / ERROR_FILE, traceback.format_exc().encode())
+    step = controller.step_in_progress
+    where = "" if step is None else f"step {step + 1} of {controller.run.train.steps}: "
+    text = str(error) if isinstance(error, (RuntimeError, ValueError)) else f"{type(error).__name__}: {error}"
+    return RunFailed(f"{where}{text}\n{_how_to_continue(run_dir)}\ntraceback: {run_dir / ERROR_FILE}")
+
+
+def _how_to_continue(run_dir: Path) -> str:
+    return f"continue with: glm5-next train --resume {run_dir}"
+
+
+def _report(console: Console, run_dir: Path, *, finished: bool) -> None:
+    records = read_metrics(run_dir / METRICS_FILE)
     rewards = [record["reward_mean"] for record in records[-5:]]
     heldout = [record["heldout_reward"] for record in records if record.get("heldout_reward") is not None]
     lines = []
@@ -121,9 +186,6 @@ def _report(console: Console, run_dir: Path, finished: bool) -> None:
             f"held-out reward: {records[0].get('heldout_reward_start', float('nan')):.3f} -> {heldout[-1]:.3f}"
         )
     lines += [f"plots:          {run_dir / 'plots'}", f"TensorBoard:    tensorboard --logdir {run_dir / 'tensorboard'}"]
-    if finished:
-        lines.append(f"trained model:  {run_dir / EXPORT_FOLDER}")
-    else:
-        lines.append(f"stopped; continue with: glm5-next train --resume {run_dir}")
+    lines.append(f"trained model:  {run_dir / EXPORT_FOLDER}" if finished else f"stopped; {_how_to_continue(run_dir)}")
     for line in lines:
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line)
