@@ -53,9 +53,9 @@ class RolloutEngine(Protocol):
         ...
 
     def commit_update(self) -> dict[str, str]:
-        """Closes the update and returns, for every tensor the engine holds, a digest of what it holds NOW.
+        """Closes the update and returns a digest of what the engine holds NOW of every tensor that training changes.
 
-        See `weight_digest`; dtypes are those of the update that was put in.
+        Tensors that were not put in are there, too. See `weight_digest`; dtypes are those of the update.
         """
         ...
 

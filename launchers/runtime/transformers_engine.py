@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from glm5_next.bridge.name_map import VISION
 from glm5_next.bridge.reference import disk_views, load_reference
 from glm5_next.launchers.runtime.engine import Bucket, Completion
 from glm5_next.launchers.runtime.weight_digest import weight_digest
@@ -74,7 +75,9 @@ class TransformersEngine:
     def commit_update(self) -> dict[str, str]:
         assert self._update is not None, "commit_update() outside an update"
         version, dtypes = self._update
-        digests = {name: weight_digest(self.views[name], dtypes[name]) for name in dtypes}
+        # Also of tensors that were not sent: a policy without them is not the trainer's. The vision tower is never sent.
+        held = dtypes.keys() | {name for name in self.views if not name.startswith(VISION)}
+        digests = {name: weight_digest(self.views[name], dtypes.get(name, self.views[name].dtype)) for name in held}
         self._version, self._update = version, None
         return digests
 
