@@ -17,6 +17,8 @@ from glm5_next.plugins.config import Glm5NextConfig
 
 LANGUAGE = "model.language_model."
 VISION = "model.visual."
+SCALE_SUFFIX = "_scale_inv"  # the scales of an FP8 tensor: its name and this
+FP8_BLOCK = 128  # rows and columns that share a scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +37,17 @@ class Row:
     always_fp32: bool = False
     fp32_in_model: bool = False
     fp8: bool = False  # quantised in the FP8 release
+    together: str = ""  # rows of a layer with the same word: servers fuse them and need them in one call
 
     @property
     def is_expert(self) -> bool:
         """A routed expert's tensor: split over expert-TP ranks, and owned by one EP rank."""
         return "{e}" in self.hf[0]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Never trained: the k-pool indexer, and the selection bias, which is a buffer."""
+        return ".indexer." in self.megatron[0] or self.megatron[0].endswith("router.expert_bias")
 
 
 def _row(megatron: str, hf: str, *shape: str, **kwargs) -> Row:
@@ -89,7 +97,10 @@ KDA = _at(
     "self_attention.",
     "self_attn.",
     (
-        _row("in_proj.weight", "q_proj.weight k_proj.weight v_proj.weight", "Kd", "H", split=0),
+        _row("in_proj.weight", "q_proj.weight k_proj.weight v_proj.weight", "Kd", "H", split=0, together="kda_in"),
+        _row("f_a_proj.weight", "f_a_proj.weight", "d", "H", together="kda_in"),
+        _row("g_a_proj.weight", "g_a_proj.weight", "d", "H", together="kda_in"),
+        _row("beta_proj.weight", "b_proj.weight", "K", "H", split=0, together="kda_in"),
         _row(
             "conv1d.weight",
             "q_conv1d.weight k_conv1d.weight v_conv1d.weight",
@@ -97,11 +108,8 @@ KDA = _at(
             split=0,
             fp32_in_model=True,
         ),
-        _row("f_a_proj.weight", "f_a_proj.weight", "d", "H"),
         _row("f_b_proj.weight", "f_b_proj.weight", "Kd", "d", split=0),
-        _row("g_a_proj.weight", "g_a_proj.weight", "d", "H"),
         _row("g_b_proj.weight", "g_b_proj.weight", "Kd", "d", split=0),
-        _row("beta_proj.weight", "b_proj.weight", "K", "H", split=0),
         _row("A_log", "A_log", "K", split=0, always_fp32=True, fp32_in_model=True),
         _row("dt_bias", "dt_bias", "Kd", split=0, always_fp32=True, fp32_in_model=True),
         _row("out_norm.weight", "o_norm.weight", "d"),
@@ -125,10 +133,10 @@ DSA = _at(
     "self_attention.",
     "self_attn.",
     (
-        _row("linear_q_down_proj.weight", "q_a_proj.weight", "Q", "H", fp8=True),
+        _row("linear_q_down_proj.weight", "q_a_proj.weight", "Q", "H", fp8=True, together="dsa_in"),
+        _row("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "C", "H", fp8=True, together="dsa_in"),
         _row("q_layernorm.weight", "q_a_layernorm.weight", "Q"),
         _row("linear_q_up_proj.weight", "q_b_proj.weight", "ADq", "Q", split=0, fp8=True),
-        _row("linear_kv_down_proj.weight", "kv_a_proj_with_mqa.weight", "C", "H", fp8=True),
         _row("kv_layernorm.weight", "kv_a_layernorm.weight", "C"),
         _row("linear_kv_up_proj.weight", "kv_b_proj.weight", "ADqDv", "C", split=0),
         _row("linear_proj.weight", "o_proj.weight", "H", "ADv", split=1, fp8=True),
@@ -185,7 +193,7 @@ class Tensors:
 class TensorInfo:
     """What a safetensors header says of a tensor."""
 
-    dtype: str  # "BF16", "F32"
+    dtype: str  # "BF16", "F32", "F8_E4M3"
     shape: tuple[int, ...]
 
 
@@ -220,7 +228,8 @@ def sizes(config: Glm5NextConfig) -> dict[str, int]:
     }
 
 
-def _layer_rows(config: Glm5NextConfig, layer: int) -> tuple[Row, ...]:
+def layer_rows(config: Glm5NextConfig, layer: int) -> tuple[Row, ...]:
+    """The rows of one trunk layer; expert rows stand for every expert."""
     return (
         *NORMS,
         *HYPER_CONNECTIONS,
@@ -239,12 +248,14 @@ def _fill(rows: tuple[Row, ...], megatron: str, hf: str, layer: int | None, num_
             yield Tensors(row, names, hf_names, layer, expert)
 
 
-def text_tensors(config: Glm5NextConfig) -> Iterator[Tensors]:
+@lru_cache(maxsize=8)
+def text_tensors(config: Glm5NextConfig) -> tuple[Tensors, ...]:
     """Every tensor of the trunk, embedding and head, in model order."""
-    yield from _fill(GLOBALS, "", "", None, 0)
+    tensors = list(_fill(GLOBALS, "", "", None, 0))
     for layer in range(config.num_layers):
-        rows, names = _layer_rows(config, layer), f"layers.{layer}."
-        yield from _fill(rows, f"decoder.{names}", LANGUAGE + names, layer, config.num_experts)
+        rows, names = layer_rows(config, layer), f"layers.{layer}."
+        tensors += _fill(rows, f"decoder.{names}", LANGUAGE + names, layer, config.num_experts)
+    return tuple(tensors)
 
 
 def mtp_tensors(config: Glm5NextConfig) -> Iterator[Tensors]:
@@ -280,20 +291,70 @@ def table_name(megatron_name: str) -> str:
     return megatron_name
 
 
+def model_tensors(config: Glm5NextConfig, *, mtp: bool) -> Iterator[Tensors]:
+    """What a model holds that was built with its multi-token-prediction layers, or without them."""
+    yield from text_tensors(config)
+    if mtp:
+        yield from mtp_tensors(config)
+
+
+def on_disk(entry: Tensors, config: Glm5NextConfig) -> dict[str, TensorInfo]:
+    """The tensors that a checkpoint has for an entry, in order; an FP8 tensor is followed by its scales."""
+    size = sizes(config)
+    shape = tuple(size[symbol] for symbol in entry.row.shape)
+    if config.fp8 and entry.row.fp8:
+        scales = tuple(-(-length // FP8_BLOCK) for length in shape)
+        both = {"": TensorInfo("F8_E4M3", shape), SCALE_SUFFIX: TensorInfo("F32", scales)}
+        return {name + suffix: info for name in entry.hf for suffix, info in both.items()}
+    dtype = "F32" if entry.row.always_fp32 or config.dtype == "float32" else "BF16"
+    return dict.fromkeys(entry.hf, TensorInfo(dtype, shape))
+
+
 def inventory(config: Glm5NextConfig) -> dict[str, TensorInfo]:
     """Every tensor of the checkpoint on disk: trunk, MTP layers and vision tower, with shape and dtype."""
-    size, float_dtype = sizes(config), {"bfloat16": "BF16", "float32": "F32"}[config.dtype]
-    tensors = {
-        name: TensorInfo("F32" if entry.row.always_fp32 else float_dtype, tuple(size[s] for s in entry.row.shape))
-        for entry in (*text_tensors(config), *mtp_tensors(config))
-        for name in entry.hf
-    }
-    return tensors | {name: TensorInfo(float_dtype, shape) for name, shape in vision_shapes(config)}
+    tensors: dict[str, TensorInfo] = {}
+    for entry in model_tensors(config, mtp=True):
+        tensors.update(on_disk(entry, config))
+    dtype = "F32" if config.dtype == "float32" else "BF16"
+    return tensors | {name: TensorInfo(dtype, shape) for name, shape in vision_shapes(config)}
 
 
-def trained_names(config: Glm5NextConfig) -> set[str]:
-    """The HF tensors that the trained model holds; the rest of the inventory is passed through unread."""
-    return {name for entry in text_tensors(config) for name in entry.hf}
+def passed_through(config: Glm5NextConfig, *, mtp: bool = False) -> dict[str, list[str]]:
+    """What a model does not hold, by kind; export copies it from the source folder."""
+    held = trained_names(config, mtp=mtp)
+    rest: dict[str, list[str]] = {}
+    for name in inventory(config):
+        if name not in held:
+            kind = "vision tower" if name.startswith(VISION) else "multi-token-prediction layer"
+            rest.setdefault(kind, []).append(name)
+    return rest
+
+
+def trained_names(config: Glm5NextConfig, *, mtp: bool = False) -> set[str]:
+    """The tensors on disk that a model holds; the rest of the inventory is passed through unread."""
+    return {name for entry in model_tensors(config, mtp=mtp) for name in on_disk(entry, config)}
+
+
+@lru_cache(maxsize=1)
+def _words_together() -> dict[str, str]:
+    """HF name inside its layer, experts as {e} -> the word that names what has to arrive in one call."""
+    rows = (*KDA, *DSA, *DENSE, *MOE)
+    return {name: row.together or row.megatron[0] for row in rows for name in row.hf}
+
+
+def together(name: str) -> str:
+    """A key that is equal for the checkpoint tensors which a server has to be given in one call, by their HF names.
+
+    Servers fuse q_a with kv_a, the KDA projections of the layer's input, gate with up, the three convolutions, and
+    apply a scale to its weight; half of such a group would be fused with old values.
+    """
+    name = name.removesuffix(SCALE_SUFFIX)
+    match = re.fullmatch(rf"({re.escape(LANGUAGE)}layers\.\d+\.)(?:(mlp\.experts\.)(\d+)(\..+)|(.+))", name)
+    if match is None:
+        return name
+    layer, experts, expert, rest, other = match.groups()
+    inside = f"{experts}{{e}}{rest}" if experts else other
+    return f"{layer}{expert or ''}{_words_together().get(inside, inside)}"
 
 
 def vision_shapes(config: Glm5NextConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -1,14 +1,12 @@
 """The `glm5-next` command. Imports nothing heavy until a command runs, so that `--help` is instant."""
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from glm5_next.launchers.failures import RunFailed
+from glm5_next.launchers import cli_inspect
+from glm5_next.launchers.cli_errors import STOPPED, one_message_on_error
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,7 +14,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-STOPPED = 130  # exit status of a run that was stopped and can be resumed
+app.command()(cli_inspect.parity)
+app.command()(cli_inspect.audit)
+app.command()(cli_inspect.plan)
 
 Overrides = Annotated[
     list[str] | None,
@@ -48,7 +48,7 @@ def train(
 
     Ctrl-C stops after the step in progress and saves it; --resume continues.
     """
-    with _one_message_on_error():
+    with one_message_on_error():
         from glm5_next.launchers import commands
 
         if resume is not None and (preset or config or dry_run):
@@ -76,7 +76,7 @@ def tiny_checkpoint(
     ] = 60,
 ) -> None:
     """Write a small random checkpoint in the released file layout, with tokenizer, MTP layer and vision tower."""
-    with _one_message_on_error():
+    with one_message_on_error():
         from glm5_next.launchers import commands
 
         sizes = {
@@ -101,7 +101,7 @@ def convert(
     ] = None,
 ) -> None:
     """Convert a Hugging Face checkpoint to a Megatron distributed checkpoint, or back with --to-hf."""
-    with _one_message_on_error():
+    with one_message_on_error():
         from glm5_next.launchers import commands
 
         commands.convert(source, out, to_hf=to_hf, hf=hf)
@@ -113,24 +113,8 @@ def verify(
     b: Annotated[Path, typer.Argument(help="Another one.")],
 ) -> None:
     """Compare two Hugging Face folders tensor by tensor: names, dtypes, shapes, bits, and the other files."""
-    with _one_message_on_error():
+    with one_message_on_error():
         from glm5_next.launchers import commands
 
         equal = commands.verify(a, b)
     raise typer.Exit(0 if equal else 1)
-
-
-@contextmanager
-def _one_message_on_error() -> Iterator[None]:
-    """What a user can get wrong is a ValueError, and a run keeps its own traceback: the message is all they need."""
-    try:
-        yield
-    except ValueError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
-    except RunFailed as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(STOPPED)

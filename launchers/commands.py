@@ -10,6 +10,7 @@ from rich.table import Table
 
 from glm5_next.launchers import tiny_task
 from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.cpu_process import use_cpu
 from glm5_next.launchers.presets import preset as preset_values
 
 console = Console(highlight=False, soft_wrap=True)
@@ -69,7 +70,7 @@ def tiny_checkpoint(out: Path, *, seed: int, warm_up_steps: int, sizes: dict[str
 
 def convert(source: Path, out: Path, *, to_hf: bool, hf: Path | None) -> None:
     """Hugging Face folder -> Megatron distributed checkpoint, or back."""
-    _use_cpu()
+    use_cpu()
     from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
 
     if to_hf:
@@ -103,7 +104,7 @@ def _settings(preset: str | None, config: Path | None, overrides: list[str]) -> 
 
 
 def _warm_up(source: Path, out: Path, *, steps: int, seed: int) -> None:
-    _use_cpu()
+    use_cpu()
     from transformers import AutoTokenizer
 
     from glm5_next.launchers.runtime.warm_up import warm_up
@@ -114,22 +115,6 @@ def _warm_up(source: Path, out: Path, *, steps: int, seed: int) -> None:
         for loss in warm_up(source, out, steps=steps, seed=seed, tokenizer=tokenizer):
             progress.update(task, advance=1, description=f"warm-up, loss {loss:.3f}")
     console.print(f"warm-up: {steps} supervised steps on the form of an answer, last loss {loss:.3f}")
-
-
-def _use_cpu() -> None:
-    """Megatron-Core in this process, on the CPU, without its news about absent GPU libraries."""
-    import logging
-    import warnings
-
-    import torch
-
-    from glm5_next.plugins import cpu_runtime
-
-    warnings.filterwarnings("ignore", category=UserWarning)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    torch.set_num_threads(1)
-    cpu_runtime.install()
 
 
 def _say_baselines(run: RunConfig) -> None:

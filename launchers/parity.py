@@ -4,7 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from matplotlib.figure import Figure
 from torch import Tensor
+
+FP32_BOUND = 1e-4  # relative RMS error that the order of fp32 sums explains
+OWN_FACTOR = 2.0  # in bf16, relative to the error of the reference's own bf16 run, and on top of it
+VALUE_FLOOR = 2.0**-7
+SET_FLOOR = 0.05
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,16 @@ class StageError:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """`first` is the first stage beyond its bound; errors downstream of it are its consequence."""
+    """`first` is the first stage beyond its bound; errors downstream of it are its consequence.
+
+    KL divergences are per token, of our distribution from the fp32 reference's. `own_mean_kl` is that of the reference
+    computed in the run's precision (None in fp32).
+    """
 
     stages: tuple[StageError, ...]
     mean_kl: float
     max_kl: float
+    own_mean_kl: float | None
     top1_agreement: float
     indexer_agreement: float | None
     router_agreement: float | None
@@ -45,32 +56,51 @@ class ParityReport:
 def compare_records(
     ours: Mapping[Any, Tensor],
     reference: Mapping[Any, Tensor],
+    own: Mapping[Any, Tensor] | None,
     kinds: list[str],
-    *,
-    value_bound: float,
-    set_bound: float,
     set_stages: tuple[str, ...],
 ) -> ParityReport:
-    """Compares stage by stage in model order. Raises ValueError if the two sides have different stages."""
+    """Compares stage by stage in model order. Raises ValueError if the two sides have different stages.
+
+    `own` is the reference in the precision of `ours`: rounding may cost us a small multiple of what it costs the
+    reference, stage by stage. Without it both sides are fp32 and have to agree to `FP32_BOUND`.
+    """
     if ours.keys() != reference.keys():
         different = sorted(ours.keys() ^ reference.keys())
         raise ValueError(f"the two sides ran different stages, first {different[:3]}")
     stages = []
     for stage in sorted(reference):
         is_set = stage.name in set_stages
-        error = _set_error(ours[stage], reference[stage]) if is_set else _value_error(ours[stage], reference[stage])
-        kind = kinds[stage.layer] if 0 <= stage.layer < len(kinds) else ""
-        stages.append(StageError(stage.layer, stage.name, kind, error, set_bound if is_set else value_bound))
-    logits, wanted = (side[max(side)].double().log_softmax(-1) for side in (ours, reference))
-    kl = (wanted.exp() * (wanted - logits)).sum(-1).clamp(min=0)
+        error = _error(ours[stage], reference[stage], is_set)
+        bound = 0.0 if is_set else FP32_BOUND
+        if own is not None:
+            bound = OWN_FACTOR * _error(own[stage], reference[stage], is_set) + (SET_FLOOR if is_set else VALUE_FLOOR)
+        stages.append(StageError(stage.layer, stage.name, _kind(kinds, stage.layer), error, bound))
+    last = max(reference)
+    kl = _kl(ours[last], reference[last])
     return ParityReport(
         stages=tuple(stages),
         mean_kl=kl.mean().item(),
         max_kl=kl.max().item(),
-        top1_agreement=(logits.argmax(-1) == wanted.argmax(-1)).double().mean().item(),
+        own_mean_kl=None if own is None else _kl(own[last], reference[last]).mean().item(),
+        top1_agreement=(ours[last].argmax(-1) == reference[last].argmax(-1)).double().mean().item(),
         indexer_agreement=_agreement(stages, "indexer set"),
         router_agreement=_agreement(stages, "router set"),
     )
+
+
+def _kind(kinds: list[str], layer: int) -> str:
+    return kinds[layer] if 0 <= layer < len(kinds) else ""
+
+
+def _kl(got: Tensor, wanted: Tensor) -> Tensor:
+    """KL of `[T, V]` logits from the wanted ones, per token."""
+    p, q = wanted.double().log_softmax(-1), got.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
+
+
+def _error(got: Tensor, wanted: Tensor, is_set: bool) -> float:
+    return _set_error(got, wanted) if is_set else _value_error(got, wanted)
 
 
 def _value_error(got: Tensor, wanted: Tensor) -> float:
@@ -90,3 +120,23 @@ def _set_error(got: Tensor, wanted: Tensor) -> float:
 def _agreement(stages: list[StageError], name: str) -> float | None:
     errors = [stage.error for stage in stages if stage.stage == name]
     return 1 - sum(errors) / len(errors) if errors else None
+
+
+def draw_depth(report: ParityReport) -> Figure:
+    """Error of every stage by depth, with the bounds; values above, sets below."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    for panel, is_set in zip(figure.subplots(2, 1, sharex=True), (False, True)):
+        for name in dict.fromkeys(stage.stage for stage in report.stages):
+            points = [(place, stage) for place, stage in enumerate(report.stages) if stage.stage == name]
+            if name.endswith(" set") == is_set:
+                panel.plot([place for place, _ in points], [stage.error for _, stage in points], "o", label=name)
+        chosen = [(place, stage) for place, stage in enumerate(report.stages) if stage.stage.endswith(" set") == is_set]
+        panel.plot([place for place, _ in chosen], [stage.bound for _, stage in chosen], "k_", label="bound")
+        panel.set_ylabel("share of tokens with another set" if is_set else "relative RMS error")
+        panel.legend(fontsize="x-small", ncols=4)
+        if not is_set:
+            panel.set_yscale("log")
+    starts = {stage.layer: place for place, stage in reversed(list(enumerate(report.stages))) if stage.kind}
+    panel.set_xticks(list(starts.values()), [str(layer) for layer in starts])
+    panel.set_xlabel("layer")
+    return figure

@@ -2,7 +2,12 @@
 
 import copy
 import difflib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from glm5_next.launchers.plan import Cluster
+from glm5_next.plugins.config import Glm5NextConfig
 
 # Small enough for two CPU cores; everything else about it is a real run: expert parallelism, replay, checkpoints.
 TINY: dict[str, Any] = {
@@ -15,12 +20,67 @@ TINY: dict[str, Any] = {
     "train": {"steps": 40, "tokens_per_micro_batch": 2048, "checkpoint_every": 10, "eval_every": 10},
 }
 
-PRESETS: dict[str, dict[str, Any]] = {"tiny": TINY}
+RELEASED_CONFIG = Path(__file__).parent / "released_config.json"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """`values` are settings by section; `cluster` is what they are for (None: any machine, no GPU).
+
+    `layers` is set where only the first layers of the released model are trained.
+    """
+
+    values: dict[str, Any]
+    cluster: Cluster | None = None
+    layers: int | None = None
+
+    def released_model(self) -> Glm5NextConfig:
+        """The model it trains, if the checkpoint is the released one or its first layers."""
+        model = Glm5NextConfig.from_hf(RELEASED_CONFIG)
+        return model if self.layers is None else model.first_layers(self.layers)
+
+
+def _full_size(ranks: int, tp: int, pp: int, ep: int) -> dict[str, Any]:
+    """GRPO on the released model: competition mathematics with long answers."""
+    return {
+        "model": {"checkpoint": "GLM-5.3-Flash", "precision": "bf16"},
+        "parallel": {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
+        "data": {"prompts": "dapo-math-17k.jsonl", "reward": "math"},
+        "rollout": {"prompts_per_step": 64, "samples_per_prompt": 8, "max_new_tokens": 32768},
+        "optimizer": {"lr": 1e-6, "betas": [0.9, 0.98], "weight_decay": 0.1, "schedule": "constant"},
+        "replay": {"routing": "engine"},
+        "train": {"steps": 200, "tokens_per_micro_batch": 34816, "recompute": "full", "checkpoint_every": 20},
+    }
+
+
+def _slice(ranks: int, ep: int) -> dict[str, Any]:
+    """The same on the first four layers, to try an installation: three KDA layers and a sparse one, all experts."""
+    values = _full_size(ranks, tp=1, pp=1, ep=ep)
+    values["model"] = {"checkpoint": "GLM-5.3-Flash-4-layers", "precision": "bf16"}
+    values["rollout"] |= {"prompts_per_step": 8, "max_new_tokens": 1024}
+    values["train"] |= {"steps": 10, "tokens_per_micro_batch": 8192, "checkpoint_every": 0}
+    return values
+
+
+PRESETS = {
+    "tiny": Preset(TINY),
+    "16x4": Preset(_full_size(64, tp=4, pp=2, ep=16), Cluster(16, 4, 276)),
+    "8x4": Preset(_full_size(32, tp=4, pp=2, ep=16), Cluster(8, 4, 276)),
+    "8x8": Preset(_full_size(64, tp=8, pp=4, ep=16), Cluster(8, 8, 141)),
+    "16x8": Preset(_full_size(128, tp=8, pp=4, ep=16), Cluster(16, 8, 141)),
+    "slice-1x8": Preset(_slice(8, ep=8), Cluster(1, 8, 141), layers=4),
+    "slice-1x1": Preset(_slice(1, ep=1), Cluster(1, 1, 141), layers=4),
+}
+
+
+def find_preset(name: str) -> Preset:
+    """Raises ValueError that names the nearest preset."""
+    if name not in PRESETS:
+        nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+        raise ValueError(f"unknown preset {name!r}; the nearest is {nearest!r} (known: {', '.join(PRESETS)})")
+    return PRESETS[name]
 
 
 def preset(name: str) -> dict[str, Any]:
     """A copy of a preset's values, as section -> key -> value. Raises ValueError that names the nearest preset."""
-    if name not in PRESETS:
-        nearest = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"unknown preset {name!r}; the nearest is {nearest!r} (known: {', '.join(PRESETS)})")
-    return copy.deepcopy(PRESETS[name])
+    return copy.deepcopy(find_preset(name).values)

@@ -7,7 +7,7 @@ another model (they say `index_kpool` 16, the released file says 4). Needs neith
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,6 +88,8 @@ OPTIONAL_VALUES: dict[str, Any] = {
     "tie_word_embeddings": False,
     "topk_method": "noaux_tc",
 }
+# What `quantization_config` of the FP8 release says of its weights. A `scale_fmt` would ask for scales of another kind.
+FP8_VALUES: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "scale_fmt": None}
 REASONS = {
     "qk_rope_head_dim": "the model has no rotary positions (NoPE)",
     "tie_word_embeddings": "embedding and head are separate tensors",
@@ -107,6 +109,7 @@ class Glm5NextConfig:
     max_sequence_length: int
     norm_eps: float
     dtype: Literal["bfloat16", "float32"]  # of the tensors that are not float32 by contract
+    fp8: bool = False  # part of the matrices are stored as F8_E4M3 with a scale per 128x128 block
 
     ffn_hidden_size: int
     swiglu_limit: float
@@ -172,6 +175,18 @@ class Glm5NextConfig:
         """Pools that a query attends to once it sees at least that many."""
         return self.index_topk // self.index_kpool
 
+    def first_layers(self, count: int) -> "Glm5NextConfig":
+        """The same model cut to its first layers, without multi-token prediction."""
+        if not 1 <= count <= self.num_layers:
+            raise ValueError(f"cannot take the first {count} of {self.num_layers} layers")
+        return replace(
+            self,
+            num_layers=count,
+            attention_kinds=self.attention_kinds[:count],
+            mlp_kinds=self.mlp_kinds[:count],
+            num_mtp_layers=0,
+        )
+
     @classmethod
     def from_hf(cls, source: "str | Path | Mapping[str, Any]") -> "Glm5NextConfig":
         """Reads a checkpoint folder, its config.json, or that file's content.
@@ -196,6 +211,7 @@ class Glm5NextConfig:
                 attention_kinds=_kinds(text, "layer_types", ATTENTION_KINDS),
                 mlp_kinds=_kinds(text, "mlp_layer_types", MLP_KINDS),
                 dtype=_dtype(raw, text),
+                fp8=_fp8(raw, text),
                 num_mtp_layers=_mtp_layers(raw, text),
                 vision=VisionConfig.from_hf(_section(raw, "vision_config")) if raw.get("vision_config") else None,
             )
@@ -337,3 +353,14 @@ def _dtype(raw: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
 def _dtype_is_known(name: str) -> None:
     if name not in ("bfloat16", "float32"):
         raise ValueError(f"dtype is {name!r}; only 'bfloat16' and 'float32' are supported")
+
+
+def _fp8(raw: Mapping[str, Any], text: Mapping[str, Any]) -> bool:
+    key = "quantization_config"
+    found = [_section(section, key) for section in (raw, text) if section.get(key) is not None]
+    for quantization in found:
+        for name, wanted in FP8_VALUES.items():
+            _check_value(f"{key}.{name}", quantization.get(name), wanted)
+    if found and _dtype(raw, text) != "bfloat16":
+        raise ValueError(f"dtype is {_dtype(raw, text)!r}; FP8 checkpoints store all other tensors as 'bfloat16'")
+    return bool(found)
