@@ -9,6 +9,7 @@ from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.prompts import PromptCursor, digest, read_prompts
 from glm5_next.launchers.rewards import Reward, check_answers, load_reward
 from glm5_next.launchers.runtime.rollout import longest_prompt
+from glm5_next.launchers.runtime.transformers_engine import stop_tokens
 from glm5_next.launchers.tiny_task import heldout_prompts, training_prompts
 from glm5_next.launchers.types import Prompt
 
@@ -32,6 +33,7 @@ def check_inputs(run: RunConfig) -> Inputs:
     checkpoint.check_inventory()
     run.parallel.topology().check_model(checkpoint.config)
     tokenizer = _tokenizer(run.model.checkpoint)
+    stop_tokens(run.model.checkpoint)
     training = training_prompts() if run.data.prompts == "tiny" else read_prompts(Path(run.data.prompts))
     heldout: list[Prompt] = []
     if run.data.heldout is not None:
@@ -65,4 +67,7 @@ def _tokenizer(folder: Path) -> Any:
 
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"{folder / 'tokenizer.json'}: no such file; the checkpoint's tokenizer is needed")
-    return AutoTokenizer.from_pretrained(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # whatever the libraries behind it raise
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({type(error).__name__}: {error})") from error

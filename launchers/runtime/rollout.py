@@ -108,9 +108,14 @@ def encode(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     if prompt.messages is None:
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
     else:
-        ids = tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        try:
+            ids = tokenizer.apply_chat_template(
+                list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template is a program of the checkpoint's
+            raise ValueError(
+                f"prompt {prompt.id!r}: the checkpoint's chat template fails on it ({type(error).__name__}: {error})"
+            ) from error
     if not ids:
         raise ValueError(f"prompt {prompt.id!r} has no tokens")
     return np.array(ids, dtype=np.int32)

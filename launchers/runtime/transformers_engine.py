@@ -27,7 +27,7 @@ class TransformersEngine:
         self.model = load_reference(checkpoint, "float32" if precision == "fp32" else "bfloat16")
         self.views = disk_views(self.model)
         self.record_routes, self.batch_size = record_routes, batch_size
-        self.stop_tokens = _stop_tokens(checkpoint)
+        self.stop_tokens = stop_tokens(checkpoint)
         self.pad_token = self.model.config.text_config.pad_token_id
         self._version = 0
         self._update: tuple[int, dict[str, torch.dtype]] | None = None
@@ -201,7 +201,8 @@ def _sample(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]
     return chosen.squeeze(-1), logprobs.gather(-1, chosen).squeeze(-1)
 
 
-def _stop_tokens(checkpoint: Path) -> frozenset[int]:
+def stop_tokens(checkpoint: Path) -> frozenset[int]:
+    """The tokens that end a response; raises ValueError where the checkpoint does not say."""
     path = checkpoint / "generation_config.json"
     if not path.is_file():
         raise ValueError(f"{path}: no such file; it names the end-of-turn tokens (eos_token_id)")
