@@ -98,6 +98,7 @@ def _print_candidates(candidates: list[Candidate], cluster: Cluster, work: Workl
         *("TP", "PP", "EP", "ETP", "DP", *PARTS.values(), "total", "headroom"),
         box=SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
         title=(
             f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_memory_gb:g} GB, rows of {work.tokens} "
             f"tokens, recompute {work.recompute}; GiB on the fullest rank"
