@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.bridge.export import export_weights
 from glm5_next.bridge.load import load_weights
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.packing import Plan
@@ -118,6 +119,27 @@ def test_without_the_mark_of_sequence_parallelism_hyper_connections_train_on_hal
     assert {name.rsplit(".", 1)[1] for name in wrong} == {
         f"hc_{site}_{tensor}" for site in ("attn", "ffn") for tensor in ("fn", "base", "scale")
     }
+
+
+def changed_bits(trainer: Trainer, update) -> list[str]:
+    """Trained tensors that a step at learning rate zero changes, in the checkpoint's own dtypes."""
+    report = trainer.train(update)
+    assert report.lr == 0 and report.grad_norm > 0
+    exported = dict(export_weights(trainer.chunks, trainer.model))
+    return [name for name, tensor in exported.items() if not torch.equal(tensor, trainer.source.read(name))]
+
+
+def test_a_step_at_rate_zero_leaves_every_bit_of_a_bf16_checkpoint_fp32_tensors_included(tmp_path):
+    folder = write_tiny_checkpoint(tmp_path / "hf", layers=4, mtp=False, vision=False)
+    run = settings(
+        folder,
+        model__precision="bf16",
+        parallel__ranks=2,
+        parallel__ep=2,
+        parallel__distributed_optimizer=True,
+        optimizer__warmup_steps=1,
+    )
+    assert on_trainers(run, changed_bits, batch(run, SAMPLES[:3])) == [[], []]
 
 
 # How a step is cut.
