@@ -8,12 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+import torch
+import torch.distributed as dist
 
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.engine import Bucket
 
+Parcel = tuple[str, str, tuple[int, ...], np.ndarray]  # name, dtype, shape, bytes
 CALL_DEADLINE = 3600.0  # seconds that one phase of a step may take
 STORE_DEADLINE = timedelta(seconds=120)
 
@@ -35,17 +39,12 @@ class TrainerRank(Process):
 
     def open_store(self) -> tuple[str, int]:
         """Rank 0 listens; the port is the system's choice, so two runs never meet."""
-        import torch.distributed as dist
-
         host = ray.util.get_node_ip_address()
         self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=STORE_DEADLINE)
         return host, self.store.port
 
     def start(self, run: RunConfig, rank: int, address: tuple[str, int]) -> None:
         _quiet()
-        import torch
-        import torch.distributed as dist
-
         on_cpu = not torch.cuda.is_available()
         if on_cpu:
             torch.set_num_threads(1)
@@ -74,6 +73,9 @@ class EngineProcess(Process):
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)
 
+    def put_weights(self, parcels: list[Parcel]) -> None:
+        self.engine.put_weights([unpacked(parcel) for parcel in parcels])
+
 
 class RemoteSink:
     """An engine in another process, as the trainer's weight sync sees it."""
@@ -82,20 +84,33 @@ class RemoteSink:
         self.actor, self.number = actor, number
 
     def begin_update(self, version: int) -> None:
-        self._call("begin_update", version)
+        self._answer(self.actor.call.remote("begin_update", version))
 
     def put_weights(self, bucket: Bucket) -> None:
-        self._call("put_weights", bucket)
+        self._answer(self.actor.put_weights.remote([packed(name, tensor) for name, tensor in bucket]))
 
     def commit_update(self) -> dict[str, str]:
-        return self._call("commit_update")
+        return self._answer(self.actor.call.remote("commit_update"))
 
-    def _call(self, method: str, *args: Any) -> Any:
+    def _answer(self, call: Any) -> Any:
         try:
-            return ray.get(self.actor.call.remote(method, *args), timeout=CALL_DEADLINE)
+            return ray.get(call, timeout=CALL_DEADLINE)
         except ray.exceptions.RayError as error:
             cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-            raise WorkerFailed(f"engine {self.number} failed in {method}: {describe(cause)}") from error
+            raise WorkerFailed(f"engine {self.number} failed in a weight update: {describe(cause)}") from error
+
+
+def packed(name: str, tensor: torch.Tensor) -> Parcel:
+    """A tensor as plain bytes. Megatron has torch write its own module into every pickle of a tensor, and an engine
+    that read one would import all of Megatron (3 s)."""
+    array = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), array
+
+
+def unpacked(parcel: Parcel) -> tuple[str, torch.Tensor]:
+    """The tensor shares the parcel's memory, which must not be written to."""
+    name, dtype, shape, array = parcel
+    return name, torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
 
 
 def describe(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """One optimizer step on packed rows: what is inside Megatron's schedule, and around it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5_next.launchers.config_sections import GrpoSection
+from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.grpo import importance_weights, low_variance_kl, policy_loss, trained_mask
 from glm5_next.launchers.packing import MicroBatch
 from glm5_next.launchers.runtime.megatron import check_gradients_are_reset, reset_gradients
@@ -62,17 +64,31 @@ def train_step(
     """Forward and backward of every row, then one update. Returns what was collected, gradient norm and learning rate.
 
     All ranks of a replica get the same rows, all replicas the same number. Raises RuntimeError for gradients that were
-    not reset and (from Megatron) for gradients that are not finite.
+    not reset or are not finite.
     """
     check_gradients_are_reset(chunks)
     collected = Collected()
-    _run_schedule(chunks, rows, partial(_grpo_loss, grpo, collected), forward_only=False)
+    with _finite_gradients():
+        _run_schedule(chunks, rows, partial(_grpo_loss, grpo, collected), forward_only=False)
     learning_rate = optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = optimizer.step()
     assert updated, "the optimizer refused the step"
     scheduler.step(increment=1)
     reset_gradients(chunks, optimizer)
     return collected, float(grad_norm), learning_rate
+
+
+@contextmanager
+def _finite_gradients() -> Iterator[None]:
+    """Megatron's check of the gradients that a rank is about to add to those of others, in words about the run."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "local grad norm" not in str(error):
+            raise
+        raise WorkerFailed(
+            "gradients are not finite: rewards or advantages are too large, or the model diverged"
+        ) from error
 
 
 @torch.no_grad()
