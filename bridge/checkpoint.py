@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from glm5_next.bridge.name_map import LANGUAGE, VISION, TensorInfo, inventory, mtp_tensors
+from glm5_next.bridge.name_map import LANGUAGE, SCALE_SUFFIX, VISION, TensorInfo, inventory, mtp_tensors
 from glm5_next.bridge.shards import (
     INDEX_FILE,
     SHARD_NAME,
@@ -76,33 +76,59 @@ class Checkpoint:
 
     def read(self, name: str) -> torch.Tensor:
         """A whole tensor, in the dtype of the file."""
-        return self.read_slice(name, 0, 0, None)
-
-    def read_slice(self, name: str, dim: int, start: int, stop: int | None) -> torch.Tensor:
-        """Rows `start` up to `stop` (None: to the end) of dimension `dim`; reads only those bytes from disk."""
         stored = self.stored(name)
-        shape = stored.shape or (1,)  # a scalar is read as one row
-        stop = shape[dim] if stop is None else stop
-        if not 0 <= start <= stop <= shape[dim]:
-            raise ValueError(f"{name}: rows {start}..{stop} of dimension {dim} are outside shape {stored.shape}")
-        outer, inner = math.prod(shape[:dim]), math.prod(shape[dim + 1 :])
-        out = torch.empty((*shape[:dim], stop - start, *shape[dim + 1 :]), dtype=TORCH_DTYPES[stored.dtype])
-        rows = as_bytes(out)
-        width, stride = (size * inner * out.element_size() for size in (stop - start, shape[dim]))
-        with self._open(stored) as file:
-            for row in range(outer if width else 0):
-                at = stored.begin + row * stride + start * inner * out.element_size()
-                self._fill(file, rows[row * width : (row + 1) * width], at, name)
-        return out if stored.shape else out.view(())
+        return self.read_rows(name).view(stored.shape)
 
-    def raw_bytes(self, name: str) -> Iterator[bytearray]:
+    def read_rows(
+        self,
+        name: str,
+        start: int = 0,
+        stop: int | None = None,
+        columns: tuple[int, int] | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows `start` up to `stop` (None: to the end), of a matrix if asked only some columns, in the file's dtype.
+
+        Reads only those bytes from disk, straight into `out` if that is given: a contiguous CPU tensor of this dtype
+        and size. A scalar is one row.
+        """
+        stored = self.stored(name)
+        shape = stored.shape or (1,)
+        stop = shape[0] if stop is None else stop
+        width = math.prod(shape[1:])
+        first, last = columns or (0, width)
+        inside = 0 <= start <= stop <= shape[0] and 0 <= first <= last <= width
+        if not inside or (columns is not None and len(shape) != 2):
+            where = f" and columns {first}..{last}" if columns else ""
+            raise ValueError(f"{name}: rows {start}..{stop}{where} are outside shape {list(stored.shape)}")
+        if out is None:
+            inner = shape[1:] if columns is None else (last - first,)
+            out = torch.empty((stop - start, *inner), dtype=TORCH_DTYPES[stored.dtype])
+        self._read_lines(stored, name, start, (first, last), width, out)
+        return out
+
+    def _read_lines(
+        self, stored: Stored, name: str, start: int, columns: tuple[int, int], width: int, out: torch.Tensor
+    ) -> None:
+        """Fills `out` line by line; whole rows are one line."""
+        memory, size = as_bytes(out), out.element_size()
+        line = (columns[1] - columns[0]) * size
+        if columns == (0, width):
+            line = len(memory)
+        at = stored.begin + (start * width + columns[0]) * size
+        with self._open(stored) as file:
+            for begin in range(0, len(memory), line or 1):
+                self._fill(file, memory[begin : begin + line], at, name)
+                at += width * size
+
+    def raw_bytes(self, name: str) -> Iterator[memoryview]:
         """A tensor's bytes as they are on disk, in pieces of PIECE_ELEMENTS elements."""
         stored = self.stored(name)
         piece = PIECE_ELEMENTS * TORCH_DTYPES[stored.dtype].itemsize
         with self._open(stored) as file:
             for begin in range(stored.begin, stored.end, piece):
-                buffer = bytearray(min(piece, stored.end - begin))
-                self._fill(file, memoryview(buffer), begin, name)
+                buffer = as_bytes(torch.empty(min(piece, stored.end - begin), dtype=torch.uint8))
+                self._fill(file, buffer, begin, name)
                 yield buffer
 
     def check_inventory(self) -> None:
@@ -149,8 +175,10 @@ def compare_inventory(stored: Mapping[str, Stored], wanted: Mapping[str, TensorI
 def _hints(checkpoint: Checkpoint, problems: Mapping[str, list[str]]) -> Iterator[str]:
     config, missing, unexpected = checkpoint.config, set(problems["missing"]), problems["unexpected"]
     mtp = {name for entry in mtp_tensors(config) for name in entry.hf}
-    if any(name.endswith("_scale_inv") for name in unexpected):
-        yield "this is the FP8 release (*_scale_inv), which this version does not read; take the BF16 release"
+    if not config.fp8 and any(name.endswith(SCALE_SUFFIX) for name in unexpected):
+        yield "scales of FP8 tensors are there but config.json has no quantization_config"
+    if config.fp8 and any(name.endswith(SCALE_SUFFIX) for name in missing):
+        yield "config.json has a quantization_config, so every FP8 tensor needs its scales; without them it is noise"
     if mtp and mtp <= missing:
         yield (
             f"num_nextn_predict_layers is {config.num_mtp_layers} but no MTP tensor is there; "

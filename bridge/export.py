@@ -1,65 +1,50 @@
 """This rank's parameters -> a stream of whole HF tensors, the same on every rank, or a folder of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.hf_folder import HfFolderWriter
-from glm5_next.bridge.local_tensors import LocalTensor, local_tensors, tensor_split, unwrapped
-from glm5_next.bridge.name_map import Row, Tensors, inventory, sizes, text_tensors, trained_names
+from glm5_next.bridge.checkpoint import TORCH_DTYPES, Checkpoint
+from glm5_next.bridge.fp8 import quantize
+from glm5_next.bridge.hf_folder import ExportDtype, HfFolderWriter, stored_as
+from glm5_next.bridge.local_tensors import LocalTensor, holds_mtp, local_tensors, tensor_split
+from glm5_next.bridge.name_map import (
+    TensorInfo,
+    Tensors,
+    inventory,
+    model_tensors,
+    on_disk,
+)
 from glm5_next.bridge.transforms import unshard
 from glm5_next.plugins.config import Glm5NextConfig
 
-ExportDtype = Literal["source", "float32"]
-TORCH_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32}
+logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
 def export_weights(
     chunks: Sequence[torch.nn.Module], config: Glm5NextConfig, dtype: ExportDtype = "source"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (HF name, tensor) for every trained tensor, in model order, contiguous, gathered over TP, EP and PP.
+    """Yields (HF name, tensor) for every tensor of the model, in model order, contiguous, gathered over TP, EP and PP.
 
     Collective: every rank has to iterate to the end and sees all tensors. `dtype` is 'source' for the checkpoint's
-    own dtypes (fp32 masters of bf16 tensors are rounded) or 'float32'.
+    own dtypes (fp32 masters of bf16 tensors are rounded, FP8 tensors are quantised and followed by their scales),
+    'bfloat16' or 'float32'. Tensors that a server fuses follow each other (`name_map.together`). A multi-token-prediction
+    layer is exported if the model was built with it. Holds the group that is exported and its shards, nothing else.
     """
-    params_dtype = unwrapped(chunks[0]).config.params_dtype
-
-    def dtype_of(row: Row) -> torch.dtype:
-        return torch.float32 if row.fp32_in_model else params_dtype
-
-    stored = inventory(config)
-    for entry, parts in whole_tensors(chunks, config, lambda local: local.tensor, dtype_of):
-        for name, part in zip(entry.hf, parts, strict=True):
-            wanted = torch.float32 if dtype == "float32" else TORCH_DTYPES[stored[name].dtype]
-            yield name, part.view(stored[name].shape).to(wanted).contiguous()
-
-
-@torch.no_grad()
-def whole_tensors(
-    chunks: Sequence[torch.nn.Module],
-    config: Glm5NextConfig,
-    value: Callable[[LocalTensor], Tensor],
-    dtype_of: Callable[[Row], torch.dtype],
-) -> Iterator[tuple[Tensors, list[Tensor]]]:
-    """Every entry of the name table with its whole HF parts, in model order and on every rank.
-
-    `value` says what of a rank's tensor is gathered (the weight, its gradient: same shape), `dtype_of` its dtype, which
-    ranks that do not hold the tensor have to know. Collective: every rank has to iterate to the end.
-    """
-    tensors = local_tensors(chunks, config)
+    tensors, target = local_tensors(chunks, config), stored_as(config, dtype)
     stage_of = _stages(tensors)
-    for entry in text_tensors(config):
-        held = None
-        if entry.megatron[0] in tensors:
-            held = torch.cat([value(tensors[name]) for name in entry.megatron])
-        yield entry, _whole_parts(entry, held, stage_of, config, dtype_of(entry.row))
+    for entry in model_tensors(config, mtp=holds_mtp(chunks)):
+        wanted = on_disk(entry, target)
+        held = [tensors[name].tensor for name in entry.megatron if name in tensors]
+        parts = _stored_parts(entry, held, wanted) if held else _empty_parts(wanted)
+        parts = _from_holder(parts, entry, stage_of, config)
+        yield from zip(wanted, parts, strict=True)
 
 
 def save_hf_folder(
@@ -68,7 +53,7 @@ def save_hf_folder(
     """Drains a stream of exported tensors on every rank; global rank 0 writes them, and what the model does not hold.
 
     Tensors outside the trained model (vision tower, multi-token-prediction layers) and the folder's other files come
-    from `source`.
+    from `source`; the log says which.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         for _ in weights:
@@ -77,44 +62,59 @@ def save_hf_folder(
     with HfFolderWriter(out, source=source, dtype=dtype) as writer:
         for name, tensor in weights:
             writer.add(name, tensor.cpu())
-        writer.copy_from_source(sorted(set(inventory(source.config)) - trained_names(source.config)))
+        rest = sorted(inventory(stored_as(source.config, dtype)).keys() - writer.shards.written)
+        logger.info("%s: %d tensors that the model does not hold are copied from %s", out, len(rest), source.folder)
+        writer.copy_from_source(rest)
 
 
 def _stages(tensors: dict[str, LocalTensor]) -> dict[str, int]:
-    """Megatron name -> the pipeline rank that holds it; experts under the name of any rank's share."""
+    """Megatron name -> the first pipeline rank that holds it; experts under the name of any rank's share."""
     group = mpu.get_pipeline_model_parallel_group()
     names: list[list[str]] = [[] for _ in range(group.size())]
     dist.all_gather_object(names, list(tensors), group=group)
-    return {name: stage for stage, held in enumerate(names) for name in held}
+    return {name: stage for stage in reversed(range(len(names))) for name in names[stage]}
 
 
-def _whole_parts(
-    entry: Tensors,
-    held: Tensor | None,
-    stage_of: dict[str, int],
-    config: Glm5NextConfig,
-    dtype: torch.dtype,
-) -> list[Tensor]:
-    """The entry's HF tensors on every rank, wherever the shards are."""
-    size, stage = sizes(config), _stage(entry, stage_of, config)
-    shape = [size[symbol] for symbol in entry.row.shape]
-    if held is not None:
-        parts = [part[: shape[0]] for part in unshard(_gather(held, entry), entry.row)]
-    else:
-        parts = [torch.empty(shape, dtype=dtype, device=_device()) for _ in entry.hf]
+def _stored_parts(entry: Tensors, held: Sequence[Tensor], wanted: Mapping[str, TensorInfo]) -> list[Tensor]:
+    """The entry's tensors as they are stored, from this rank's and its TP peers' parts."""
+    first = wanted[entry.hf[0]]
+    is_fp8 = first.dtype == "F8_E4M3"
+    # Rounding before gathering halves what is sent and held; FP8 blocks have to be whole first.
+    value = torch.cat(list(held)).to(held[0].dtype if is_fp8 else TORCH_DTYPES[first.dtype])
+    stored: list[Tensor] = []
+    for name, part in zip(entry.hf, _gathered(value, entry), strict=True):
+        part = part[: first.shape[0]].view(first.shape)  # the vocabulary may be padded
+        stored += quantize(part, name) if is_fp8 else [part.contiguous()]
+    return stored
+
+
+def _gathered(value: Tensor, entry: Tensors) -> Sequence[Tensor]:
+    """Whole HF parts from the TP ranks' shards; padding of the last rank is kept."""
+    row = entry.row
+    _, size, group = tensor_split(entry)
+    if row.split is None or size == 1:
+        return value.chunk(len(entry.hf))
+    if row.split == 0 and len(entry.hf) == 1:
+        whole = value.new_empty(size * len(value), *value.shape[1:])
+        dist.all_gather(list(whole.chunk(size)), value, group=group)
+        return [whole]
+    shards = [torch.empty_like(value) for _ in range(size)]
+    dist.all_gather(shards, value, group=group)
+    return unshard(shards, row)
+
+
+def _empty_parts(wanted: Mapping[str, TensorInfo]) -> list[Tensor]:
+    return [torch.empty(info.shape, dtype=TORCH_DTYPES[info.dtype], device=_device()) for info in wanted.values()]
+
+
+def _from_holder(parts: list[Tensor], entry: Tensors, stage_of: dict[str, int], config: Glm5NextConfig) -> list[Tensor]:
+    """The tensors of the rank that holds them, on every rank of its expert and pipeline groups."""
+    stage = _stage(entry, stage_of, config)
     if entry.expert is not None and stage == mpu.get_pipeline_model_parallel_rank():
         owner = entry.expert // _experts_per_rank(config)
-        parts = _broadcast(parts, mpu.get_expert_model_parallel_group(), owner)
-    return _broadcast(parts, mpu.get_pipeline_model_parallel_group(), stage)
-
-
-def _gather(value: Tensor, entry: Tensors) -> list[Tensor]:
-    _, size, group = tensor_split(entry)
-    if entry.row.split is None or size == 1:
-        return [value]
-    shards = [torch.empty_like(value) for _ in range(size)]
-    dist.all_gather(shards, value.contiguous(), group=group)
-    return shards
+        _broadcast(parts, mpu.get_expert_model_parallel_group(), owner)
+    _broadcast(parts, mpu.get_pipeline_model_parallel_group(), stage)
+    return parts
 
 
 def _stage(entry: Tensors, stage_of: dict[str, int], config: Glm5NextConfig) -> int:
@@ -134,9 +134,8 @@ def _device() -> torch.device:
     return torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
 
 
-def _broadcast(parts: list[Tensor], group: dist.ProcessGroup, source: int) -> list[Tensor]:
+def _broadcast(parts: Sequence[Tensor], group: dist.ProcessGroup, source: int) -> None:
+    """As bytes: not every backend knows FP8."""
     if group.size() > 1:
-        parts = [part.contiguous() for part in parts]
         for part in parts:
-            dist.broadcast(part, src=dist.get_global_rank(group, source), group=group)
-    return parts
+            dist.broadcast(part.view(-1).view(torch.uint8), src=dist.get_global_rank(group, source), group=group)

@@ -1,53 +1,81 @@
 """Safetensors -> this rank's parameters, range by range."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.local_tensors import LocalTensor, local_tensors, tensor_split
 from glm5_next.bridge.transforms import part_range
+from glm5_next.bridge.values import read_values
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one Megatron tensor of this rank takes of one HF tensor: some rows, of a matrix maybe some columns only."""
+
+    name: str
+    row: int
+    num_rows: int
+    columns: tuple[int, int] | None = None
 
 
 @torch.no_grad()
 def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Checkpoint) -> None:
     """Fills every parameter and persistent buffer of this rank's model chunks from a checkpoint.
 
-    Each rank reads only its own byte ranges. The whole inventory is checked before any tensor is touched; a parameter
-    without a row, a row without a parameter, a shape or dtype that does not fit is a ValueError that names it.
+    Each rank reads only its own byte ranges, straight into its parameters; what needs a cast, an FP8 scale or another
+    device passes through 16 MiB. Everything is checked before the first parameter changes: the whole inventory, a
+    parameter without a row, a row without a parameter, every shape and dtype; a ValueError names what does not fit.
     """
     checkpoint.check_inventory()
     tensors = local_tensors(chunks, checkpoint.config)
-    for local in tensors.values():
+    shares = {name: _shares(local, checkpoint) for name, local in tensors.items()}
+    for name, local in tensors.items():
         _check_dtype(local)
-    for local in tensors.values():
-        _fill(local, _read(local, checkpoint))
+        _check_shape(local, shares[name], checkpoint)
+    for name, local in tensors.items():
+        _fill(local, shares[name], checkpoint)
 
 
-def _read(local: LocalTensor, checkpoint: Checkpoint) -> Tensor:
+def _shares(local: LocalTensor, checkpoint: Checkpoint) -> list[Share]:
+    """In the order of the rows of the Megatron tensor."""
     row, entry = local.entry.row, local.entry
-    if row.split is None:
-        return torch.cat([checkpoint.read(name) for name in entry.hf])
     rank, size, _ = tensor_split(entry)
-    parts = []
+    shares = []
     for name in entry.hf:
-        start, stop = part_range(row, checkpoint.tensors[name].shape[row.split], rank, size)
-        parts.append(checkpoint.read_slice(name, row.split, start, stop))
-    return torch.cat(parts)
+        shape = checkpoint.tensors[name].shape
+        if row.split is None:
+            shares.append(Share(name, 0, shape[0]))
+            continue
+        start, stop = part_range(row, shape[row.split], rank, size)
+        shares.append(Share(name, start, stop - start) if row.split == 0 else Share(name, 0, shape[0], (start, stop)))
+    if len(entry.megatron) > 1:  # one HF tensor, cut into several Megatron tensors
+        (share,) = shares
+        num_rows = share.num_rows // len(entry.megatron)
+        shares = [Share(share.name, local.index * num_rows, num_rows)]
+    return shares
 
 
-def _fill(local: LocalTensor, value: Tensor) -> None:
-    value = value.chunk(len(local.entry.megatron))[local.index]
-    target = local.tensor
-    if value.shape[1:] != target.shape[1:] or value.shape[0] > target.shape[0]:
-        raise ValueError(
-            f"{local.name}: the model has shape {tuple(target.shape)}, the checkpoint {tuple(value.shape)}"
-        )
-    if value.shape[0] < target.shape[0] and local.entry.layer is not None:
-        raise ValueError(f"{local.name}: only the vocabulary may be padded; {value.shape[0]} of {target.shape[0]} rows")
-    target.data[: value.shape[0]].copy_(value)
-    target.data[value.shape[0] :].zero_()
+def _fill(local: LocalTensor, shares: Sequence[Share], checkpoint: Checkpoint) -> None:
+    target, at = local.tensor.data, 0
+    for share in shares:
+        read_values(checkpoint, share.name, target[at : at + share.num_rows], row=share.row, columns=share.columns)
+        at += share.num_rows
+    target[at:].zero_()
+
+
+def _check_shape(local: LocalTensor, shares: Sequence[Share], checkpoint: Checkpoint) -> None:
+    first = shares[0]
+    inner = checkpoint.tensors[first.name].shape[1:]
+    if first.columns is not None:
+        inner = (first.columns[1] - first.columns[0],)
+    wanted, held = (sum(share.num_rows for share in shares), *inner), tuple(local.tensor.shape)
+    if wanted[1:] != held[1:] or wanted[0] > held[0]:
+        raise ValueError(f"{local.name}: the model has shape {held}, the checkpoint {wanted}")
+    if wanted[0] < held[0] and local.entry.layer is not None:
+        raise ValueError(f"{local.name}: only the vocabulary may be padded; {wanted[0]} of {held[0]} rows")
 
 
 def _check_dtype(local: LocalTensor) -> None:

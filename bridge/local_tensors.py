@@ -8,7 +8,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from glm5_next.bridge.name_map import Tensors, find, table_name, text_tensors
+from glm5_next.bridge.name_map import Tensors, find, model_tensors, table_name
 from glm5_next.plugins.config import Glm5NextConfig
 
 
@@ -78,17 +78,24 @@ def expert_range(config: Glm5NextConfig) -> range:
     return range(first, first + count)
 
 
+def holds_mtp(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Whether the model was built with multi-token-prediction layers, on this rank or another."""
+    return bool(unwrapped(chunks[0]).config.mtp_num_layers)
+
+
 def _expected_names(chunk: GPTModel, config: Glm5NextConfig) -> set[str]:
     layers = {layer.layer_number - 1 for layer in chunk.decoder.layers}
+    if chunk.mtp_process:
+        layers |= {config.num_layers + depth for depth in range(config.num_mtp_layers)}
     experts = expert_range(config)
     owned = {
-        "embedding.word_embeddings.weight": chunk.pre_process,
+        "embedding.word_embeddings.weight": chunk.pre_process or chunk.mtp_process,
         "decoder.final_layernorm.weight": chunk.post_process,
         "output_layer.weight": chunk.post_process,
     }
     return {
         name
-        for entry in text_tensors(config)
+        for entry in model_tensors(config, mtp=chunk.mtp_process)
         for name in entry.megatron
         if (owned[name] if entry.layer is None else entry.layer in layers)
         and (entry.expert is None or entry.expert in experts)

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +175,24 @@ def plan_shard(file: str, tensors: Mapping[str, TensorInfo], metadata: Mapping[s
     return ShardPlan(file, header, stored)
 
 
+def create_shards(folder: Path, plans: Iterable[ShardPlan]) -> None:
+    """Creates files of full size with their headers; what is there already keeps its tensors, whoever made it."""
+    for plan in plans:
+        descriptor = os.open(folder / plan.file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            transfer(partial(os.pwrite, descriptor), memoryview(plan.header), 0, plan.file)
+            os.ftruncate(descriptor, plan.num_bytes)
+        finally:
+            os.close(descriptor)
+
+
 class ShardWriter:
-    """Writes planned shards in any order of tensors, at their place in the file: nothing is buffered."""
+    """Writes tensors into created shards in any order, at their place in the file: nothing is buffered."""
 
     def __init__(self, folder: Path, plans: Iterable[ShardPlan]):
         self.folder = folder
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, Stored] = {name: stored for plan in plans for name, stored in plan.tensors.items()}
         self.written: set[str] = set()
-        for plan in plans:
-            self.tensors.update(plan.tensors)
-            with (folder / plan.file).open("xb") as file:
-                file.write(plan.header)
-                file.truncate(plan.num_bytes)
 
     def write(self, name: str, pieces: Iterable[Any]) -> None:
         """Writes a tensor's bytes, given as byte buffers in order. Raises ValueError if unknown, repeated or of other size."""

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from glm5_next.bridge.checkpoint import TORCH_DTYPES, as_bytes
+from glm5_next.bridge.fp8 import quantize
 from glm5_next.bridge.hf_folder import check_space, staged_folder, write_index, write_json
-from glm5_next.bridge.name_map import LANGUAGE, TensorInfo, inventory
-from glm5_next.bridge.shards import ITEM_SIZE, SINGLE_FILE, ShardPlan, ShardWriter, plan_shard
+from glm5_next.bridge.name_map import LANGUAGE, SCALE_SUFFIX, TensorInfo, inventory
+from glm5_next.bridge.shards import ITEM_SIZE, SINGLE_FILE, ShardPlan, ShardWriter, create_shards, plan_shard
 from glm5_next.bridge.tiny_config import TinyModel, composite_config
 from glm5_next.bridge.tiny_tokenizer import END_TOKENS, TOKEN_IDS, write_tokenizer
 from glm5_next.plugins.config import Glm5NextConfig
@@ -54,9 +55,13 @@ def write_tiny_checkpoint(
     plans = _plan_shards(inventory(Glm5NextConfig.from_hf(raw_config)), model.shards)
     with staged_folder(out) as folder:
         check_space(Path(out), sum(plan.num_bytes for plan in plans))
+        create_shards(folder, plans)
         shards = ShardWriter(folder, plans)
         for name, stored in shards.tensors.items():
-            values = _draw(name, stored.shape, seed, spread, stream_scale)
+            weight = shards.tensors[name.removesuffix(SCALE_SUFFIX)]
+            values = _draw(name.removesuffix(SCALE_SUFFIX), weight.shape, seed, spread, stream_scale)
+            if weight.dtype == "F8_E4M3":
+                values = quantize(values.bfloat16())[name != name.removesuffix(SCALE_SUFFIX)]
             shards.write(name, [as_bytes(values.to(TORCH_DTYPES[stored.dtype]))])
         shards.check_complete()
         write_index(folder, dict(sorted(shards.tensors.items())), {})

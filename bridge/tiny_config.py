@@ -37,6 +37,7 @@ class TinyModel:
     mtp: bool = True
     vision: bool = True
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of the tensors that are not F32 in the release
+    fp8: bool = False  # the matrices that the FP8 release quantises are F8_E4M3 with scales
     shards: int = 5
 
     def __post_init__(self) -> None:
@@ -64,7 +65,18 @@ def composite_config(model: TinyModel) -> dict[str, Any]:
         **{key: TOKEN_IDS[token] for key, token in special.items()},
         "tie_word_embeddings": False,
         "text_config": _text_config(model),
+        **({"quantization_config": _quantization_config()} if model.fp8 else {}),
         **({"vision_config": _vision_config(model)} if model.vision else {}),
+    }
+
+
+def _quantization_config() -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["lm_head", "model.visual", "model.language_model.embed_tokens"],
     }
 
 

@@ -63,26 +63,36 @@ def test_a_checkpoint_is_what_safetensors_reads(pristine):
             assert b"".join(checkpoint.raw_bytes(name)) == expected.view(torch.uint8).numpy().tobytes()
 
 
-def test_slices_of_every_dimension_equal_those_of_safetensors(pristine):
+def test_rows_and_columns_equal_slices_of_safetensors(pristine):
     checkpoint = Checkpoint(pristine)
     for name in tensor_kinds(pristine):
         with safe_open(pristine / checkpoint.tensors[name].file, framework="pt") as file:
             whole = file.get_tensor(name)
-        for dim, size in enumerate(whole.shape):
+        for dim, size in enumerate(whole.shape[:2] if whole.ndim == 2 else whole.shape[:1]):
             for start, stop in ((0, size), (size // 3, size // 3 * 2), (size - 1, size), (size, size)):
-                got = checkpoint.read_slice(name, dim, start, stop)
+                got = checkpoint.read_rows(name, *((start, stop) if dim == 0 else (0, None, (start, stop))))
                 assert torch.equal(got, whole.narrow(dim, start, stop - start)), (name, dim, start, stop)
                 assert got.is_contiguous() and got.untyped_storage().nbytes() == got.nbytes
+        if whole.ndim == 2:
+            assert torch.equal(checkpoint.read_rows(name, 1, 2, (2, 5)), whole[1:2, 2:5])
 
 
-@pytest.mark.parametrize(("dim", "share"), [(0, 4), (1, 4)])
-def test_a_slice_reads_only_its_own_bytes(pristine, monkeypatch, dim, share):
+O_PROJ = "model.language_model.layers.3.self_attn.o_proj.weight"
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_slice_reads_only_its_own_bytes(pristine, monkeypatch, dim):
     checkpoint, preadv, counted = Checkpoint(pristine), os.preadv, []
-    name = "model.language_model.layers.3.self_attn.o_proj.weight"
     monkeypatch.setattr(os, "preadv", lambda *args: counted.append(preadv(*args)) or counted[-1])
-    rows = checkpoint.tensors[name].shape[dim] // share
-    part = checkpoint.read_slice(name, dim, rows, 2 * rows)
-    assert sum(counted) == part.nbytes == checkpoint.read(name).nbytes // share
+    share = checkpoint.tensors[O_PROJ].shape[dim] // 4
+    part = checkpoint.read_rows(O_PROJ, *((share, 2 * share) if dim == 0 else (0, None, (share, 2 * share))))
+    assert sum(counted) == part.nbytes == checkpoint.read(O_PROJ).nbytes // 4
+
+
+def test_rows_are_read_straight_into_the_memory_that_is_given(pristine):
+    checkpoint, out = Checkpoint(pristine), torch.zeros(8, 96, dtype=torch.bfloat16)
+    assert checkpoint.read_rows(O_PROJ, 2, 5, out=out[3:6]).data_ptr() == out[3].data_ptr()
+    assert torch.equal(out[3:6], checkpoint.read(O_PROJ)[2:5]) and not out[:3].any() and not out[6:].any()
 
 
 def test_tensors_outlive_the_files(folder):
@@ -95,10 +105,18 @@ def test_tensors_outlive_the_files(folder):
     assert torch.equal(before, expected)
 
 
-@pytest.mark.parametrize(("dim", "start", "stop"), [(0, -1, 2), (0, 5, 4), (1, 0, 65)])
-def test_a_range_outside_the_tensor_is_refused(pristine, dim, start, stop):
-    with pytest.raises(ValueError, match=r"lm_head\.weight: rows"):
-        Checkpoint(pristine).read_slice("lm_head.weight", dim, start, stop)
+@pytest.mark.parametrize(
+    ("name", "range_"),
+    [
+        ("lm_head.weight", (-1, 2)),
+        ("lm_head.weight", (5, 4)),
+        ("lm_head.weight", (0, 2, (0, 65))),
+        ("model.language_model.norm.weight", (0, 2, (0, 1))),
+    ],
+)
+def test_a_range_outside_the_tensor_is_refused(pristine, name, range_):
+    with pytest.raises(ValueError, match=rf"{name}: rows"):
+        Checkpoint(pristine).read_rows(name, *range_)
 
 
 def test_an_unknown_tensor_is_refused_by_name(pristine):
@@ -238,11 +256,11 @@ def test_layers_beyond_the_config_get_the_hint(folder):
     refused(folder, "31 unexpected", "num_nextn_predict_layers in config.json is too small")
 
 
-def test_the_fp8_release_is_recognised(folder):
+def test_fp8_tensors_without_a_word_in_the_config_get_the_hint(folder):
     name = "model.language_model.layers.3.self_attn.q_a_proj.weight"
     scale = {name + "_scale_inv": torch.ones(1, 1)}
     rewrite(folder, lambda tensors: {**tensors, name: tensors[name].to(torch.float8_e4m3fn), **scale})
-    refused(folder, "FP8 release", "_scale_inv", f"{name} is F8_E4M3, not BF16")
+    refused(folder, "no quantization_config", "_scale_inv", f"{name} is F8_E4M3, not BF16")
 
 
 def test_a_missing_vision_tower_gets_the_hint(folder):

@@ -214,11 +214,3 @@ def test_a_full_disk_is_noticed_before_writing(source, tmp_path, monkeypatch):
 
 def test_an_unknown_dtype_is_refused(source, tmp_path):
     fails(source, tmp_path / "out", lambda writer: None, "dtype is 'float16'", dtype="float16")
-
-
-def test_tensors_without_a_float32_form_are_refused(own_source, tmp_path):
-    path = next(own_source.glob("*.safetensors"))
-    tensors = load_file(path)
-    name = next(iter(tensors))
-    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
-    fails(Checkpoint(own_source), tmp_path / "out", lambda writer: None, "it has no float32 form", dtype="float32")

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save, save_file
 
 from glm5_next.bridge.name_map import TensorInfo
-from glm5_next.bridge.shards import ShardWriter, plan_shard, read_tensors
+from glm5_next.bridge.shards import ShardWriter, create_shards, plan_shard, read_tensors
 
 FILE = "x.safetensors"
 
@@ -82,7 +82,9 @@ def test_a_planned_shard_has_the_bytes_that_safetensors_writes(tmp_path):
     save_file(tensors, tmp_path / FILE, metadata={"format": "pt"})
     infos = {name: TensorInfo({4: "F32", 2: "BF16"}[t.element_size()], tuple(t.shape)) for name, t in tensors.items()}
     (tmp_path / "ours").mkdir()
-    writer = ShardWriter(tmp_path / "ours", [plan_shard(FILE, infos, {"format": "pt"})])
+    plans = [plan_shard(FILE, infos, {"format": "pt"})]
+    create_shards(tmp_path / "ours", plans)
+    writer = ShardWriter(tmp_path / "ours", plans)
     for name in ("c", "a", "b"):
         writer.write(name, [tensors[name].reshape(-1).view(torch.uint8).numpy()])
     writer.check_complete()
@@ -93,8 +95,20 @@ def test_a_planned_shard_has_the_bytes_that_safetensors_writes(tmp_path):
     ("pieces", "match"), [([b"123"], "a: 3 of 4 bytes"), ([b"123", b"45"], "more than the planned 4")]
 )
 def test_a_tensor_of_another_size_is_refused(tmp_path, pieces, match):
-    writer = ShardWriter(tmp_path, [plan_shard(FILE, {"a": TensorInfo("BF16", (2,))}, {})])
+    plans = [plan_shard(FILE, {"a": TensorInfo("BF16", (2,))}, {})]
+    create_shards(tmp_path, plans)
+    writer = ShardWriter(tmp_path, plans)
     with pytest.raises(ValueError, match=match):
         writer.write("a", pieces)
     with pytest.raises(ValueError, match="1 tensors were never written: a"):
         writer.check_complete()
+
+
+def test_creating_shards_again_keeps_their_tensors_and_repairs_headers(tmp_path):
+    plans = [plan_shard(FILE, {"a": TensorInfo("BF16", (2,)), "b": TensorInfo("BF16", (2,))}, {})]
+    create_shards(tmp_path, plans)
+    ShardWriter(tmp_path, plans).write("a", [b"1234"])
+    complete = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(b"torn" + complete[4:-2])
+    create_shards(tmp_path, plans)
+    assert (tmp_path / FILE).read_bytes() == complete
