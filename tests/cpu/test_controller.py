@@ -1,0 +1,331 @@
+"""The loop's rules, with a cluster that only writes down what it is asked: what is called when, and what is counted."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from glm5_next.launchers.config import load_run_config
+from glm5_next.launchers.metrics import MetricsLog, read_metrics
+from glm5_next.launchers.prompts import PromptCursor
+from glm5_next.launchers.run_state import RunState
+from glm5_next.launchers.runtime.batch import Batch, StepReport
+from glm5_next.launchers.runtime.checkpoint_folder import MARKER, last_checkpoint
+from glm5_next.launchers.runtime.controller import Controller, StopRequest
+from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.types import Prompt
+
+PROMPTS = [Prompt(id=f"p{number}", text="x" * (number + 2), answer="") for number in range(7)]
+HELDOUT = (Prompt(id="h0", text="held", answer=""), Prompt(id="h1", text="out", answer=""))
+TOKENIZER = SimpleNamespace(
+    encode=lambda text, add_special_tokens: [ord(letter) for letter in text],
+    decode=lambda tokens: "".join(chr(token) for token in tokens),
+)
+
+
+class Recorder:
+    """A cluster of two ranks and one engine. `events` has every call; log-probabilities are a function of the tokens."""
+
+    def __init__(self, *, trainer_offset: float = 0.0, offset_after_updates: float = 0.0):
+        self.events: list[Any] = []
+        self.batches: list[Batch] = []
+        self.versions: list[int] = []
+        self.trainer_offset, self.offset_after_updates = trainer_offset, offset_after_updates
+
+    def generate(self, prompts: Sequence[np.ndarray], copies: int, *, max_new_tokens: int, seed: int):
+        self.events.append(("generate", len(prompts), copies))
+        generator = np.random.default_rng(seed)
+        return [[completion(generator.integers(65, 90, size=3)) for _ in range(copies)] for _ in prompts]
+
+    def train(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        self.events.append((method, *kwargs.items()))
+        return getattr(self, f"_{method}")(*args)
+
+    def publish(self, version: int) -> int:
+        self.events.append(("publish",))
+        self.versions.append(version)
+        return 0
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
+        self.events.append(("engine score",))
+        drift = self.offset_after_updates if self.versions else 0.0
+        return [[logprobs(sequence) + np.float32(drift) for sequence in sequences]]
+
+    def _score(self, batch: Batch) -> list[dict[str, np.ndarray]]:
+        assert sorted(i for rows in batch.plan for row in rows for i in row) == list(range(len(batch.samples)))
+        scores = {sample.sample_id: logprobs(sample.tokens) + self.trainer_offset for sample in batch.samples}
+        return [scores, {}]
+
+    def _train(self, batch: Batch) -> list[StepReport]:
+        self.batches.append(batch)
+        tokens = sum(sample.num_response_tokens for sample in batch.samples)
+        return [report(tokens), report(0)]
+
+    def _save(self, folder: Path, state: RunState) -> list[None]:
+        folder.mkdir(parents=True)
+        (folder / MARKER).touch()
+        self.events.append(("saved", state))
+        return [None, None]
+
+    def _export(self, out: Path) -> list[None]:
+        out.mkdir()
+        (out / "by").write_text(str(len(self.batches)))
+        return [None, None]
+
+    def names(self) -> list[str]:
+        return [event[0] for event in self.events]
+
+
+def logprobs(tokens: np.ndarray) -> np.ndarray:
+    """Of every token after the first."""
+    return -(tokens[1:] % 5 + 1).astype(np.float32) / 5
+
+
+def completion(tokens: np.ndarray) -> Completion:
+    values = -(tokens % 5 + 1).astype(np.float32) / 5
+    return Completion(tokens=tokens.astype(np.int32), logprobs=values, routes=None, finish_reason="stop")
+
+
+def report(tokens: int) -> StepReport:
+    sums = dict.fromkeys(("loss", "importance_weight", "entropy", "clipped"), 0.5 * tokens) | {"tokens": float(tokens)}
+    values = np.zeros(tokens, dtype=np.float32)
+    return StepReport(
+        speaks=tokens > 0,
+        sums=sums if tokens else {},
+        trainer_logprobs=values,
+        rollout_logprobs=values,
+        grad_norm=1.0,
+        lr=0.1,
+        experts_same=0,
+        experts_total=0,
+        memory_bytes=0,
+    )
+
+
+def some(prompt: Prompt, text: str) -> float:
+    """Groups of two are dropped one time in three or so."""
+    return float(ord(text[0]) % 3)
+
+
+class Loop:
+    """A controller on a recorder, with what it is given and what it leaves."""
+
+    def __init__(self, folder: Path, *settings: str, cluster: Recorder | None = None, reward=some, heldout=(), **state):
+        values = [
+            "rollout.prompts_per_step=3",
+            "rollout.samples_per_prompt=2",
+            "train.steps=4",
+            "train.checkpoint_every=0",
+            "parallel.ranks=2",
+            "model.precision=fp32",
+            "replay.routing=off",
+            *(["data.heldout=tiny"] if heldout else []),
+            *settings,
+        ]
+        self.run = load_run_config(None, {"model": {"checkpoint": "/none"}, "data": {"prompts": "tiny"}}, values)
+        self.folder = folder
+        self.cluster = cluster or Recorder()
+        inputs = SimpleNamespace(
+            tokenizer=TOKENIZER, prompts=PromptCursor(PROMPTS, 0, True), heldout=tuple(heldout), reward=reward
+        )
+        first = {"next_step": 0, "weights_version": 0, "prompt_cursor": 0, "seed": 0, "prompts_digest": ""} | state
+        self.controller = Controller(self.run, inputs, self.cluster, folder, RunState(**first))  # type: ignore
+        self.stop = StopRequest()
+        self.stop_in_step: int | None = None
+        self.shown: list[int] = []
+
+    def go(self) -> "Loop":
+        with MetricsLog(self.folder, tensorboard=False, next_step=self.controller.state.next_step) as log:
+            self.controller.loop(log, self, self.stop)  # type: ignore
+        return self
+
+    def update(self, step: int, values: dict[str, Any]) -> None:
+        """The progress display, which is also where this test asks for a stop."""
+        self.shown.append(step)
+        if step == self.stop_in_step:
+            assert self.stop.waits
+            self.stop.requested = True
+
+    @property
+    def state(self) -> RunState:
+        return self.controller.state
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return read_metrics(self.folder / "metrics.jsonl")
+
+    @property
+    def checkpoints(self) -> list[int]:
+        return [event[1].next_step for event in self.cluster.events if event[0] == "saved"]
+
+
+def test_every_drawn_sample_is_trained_on_or_dropped(tmp_path):
+    loop = Loop(tmp_path, "train.steps=6", "grpo.max_resample_rounds=1").go()
+    state, generated = loop.state, [event for event in loop.cluster.events if event[0] == "generate"]
+    assert state.samples_drawn == state.samples_trained + state.samples_dropped
+    assert state.samples_trained == sum(len(batch.samples) for batch in loop.cluster.batches)
+    assert state.samples_trained == sum(record["samples_trained"] for record in loop.records)
+    # the first call is the comparison at the start, which is no step
+    assert state.samples_drawn == sum(prompts * copies for _, prompts, copies in generated[1:])
+    assert state.samples_dropped > 0 and state.prompt_cursor == state.samples_drawn / 2
+
+
+def test_a_step_without_a_group_left_changes_nothing_but_the_cursor(tmp_path):
+    loop = Loop(tmp_path, "train.steps=2", "grpo.max_resample_rounds=2", reward=lambda prompt, text: 1.0).go()
+    assert "train" not in loop.cluster.names() and "publish" not in loop.cluster.names()
+    assert loop.state.weights_version == 0 and loop.state.samples_trained == 0
+    assert loop.state.prompt_cursor == 2 * 3 * 3
+    for record in loop.records:
+        assert record["loss"] is None and record["grad_norm"] is None and record["mismatch_kl_mean"] is None
+        assert record["samples_trained"] == 0 and record["groups_dropped"] == 9 and record["reward_mean"] == 1.0
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_resampling_ends_at_its_cap(rounds, tmp_path):
+    loop = Loop(tmp_path, "train.steps=1", f"grpo.max_resample_rounds={rounds}", reward=lambda prompt, text: 0.0).go()
+    assert loop.cluster.names().count("generate") == 1 + 1 + rounds  # start, step, extra rounds
+    assert loop.records[0]["resample_rounds"] == rounds
+
+
+def test_nothing_is_sampled_between_an_update_and_its_publication(tmp_path):
+    loop = Loop(tmp_path, "grpo.drop_zero_spread=false").go()
+    step = ["generate", "train", "publish", "score", "engine score"]
+    assert loop.cluster.names() == ["generate", "score", *4 * step, "save", "saved"]
+    assert loop.cluster.versions == [1, 2, 3, 4]
+    assert [record["weights_version"] for record in loop.records] == [0, 1, 2, 3]
+
+
+def test_a_resumed_run_publishes_its_weights_before_it_samples(tmp_path):
+    loop = Loop(tmp_path, next_step=2, weights_version=2, prompt_cursor=6).go()
+    assert loop.cluster.names()[:2] == ["publish", "generate"]
+    assert loop.cluster.versions[0] == 2
+    assert [record["step"] for record in loop.records] == [2, 3]
+
+
+def test_a_run_whose_steps_are_done_asks_the_ranks_for_nothing(tmp_path):
+    assert Loop(tmp_path, next_step=4, weights_version=4).go().cluster.events == []
+
+
+def test_the_same_state_draws_the_same_samples(tmp_path):
+    whole = Loop(tmp_path / "whole").go()
+    state = {"next_step": 2, "weights_version": 2, "prompt_cursor": cursor_after(whole, 2)}
+    resumed = Loop(tmp_path / "part", **state).go()
+    for name in ("step-000002.jsonl", "step-000003.jsonl"):
+        assert (whole.folder / "rollouts" / name).read_text() == (resumed.folder / "rollouts" / name).read_text()
+
+
+def cursor_after(loop: Loop, steps: int) -> int:
+    return sum(record["groups_sampled"] for record in loop.records[:steps])
+
+
+def test_an_engine_that_scores_probes_differently_after_an_update_stops_the_run(tmp_path):
+    with pytest.raises(RuntimeError, match=r"engine 0 holds the new weights bit by bit but scores probes differently"):
+        Loop(tmp_path, cluster=Recorder(offset_after_updates=0.01)).go()
+    assert last_checkpoint(tmp_path) is None
+
+
+def test_a_model_whose_log_probabilities_are_not_finite_is_not_blamed_on_the_engine(tmp_path):
+    loop = Loop(tmp_path, "train.max_start_mismatch_kl=1e9")
+    loop.cluster.publish = lambda version: setattr(loop.cluster, "trainer_offset", np.nan) or 0  # type: ignore
+    with pytest.raises(RuntimeError, match=r"not finite after this update; optimizer.lr = 1e-06 is too large"):
+        loop.go()
+
+
+@pytest.mark.parametrize("heldout", [(), HELDOUT], ids=["training prompts", "held-out prompts"])
+def test_an_engine_that_disagrees_at_the_start_stops_the_run_before_the_first_update(heldout, tmp_path):
+    loop = Loop(tmp_path, cluster=Recorder(trainer_offset=0.5), heldout=heldout)
+    with pytest.raises(
+        RuntimeError, match=r"engine and trainer disagree before the first update: mean KL .* 12 tokens"
+    ):
+        # two held-out prompts and two samples of each, or as many training prompts
+        loop.run = loop.controller.run = loop.run.model_copy(
+            update={"rollout": loop.run.rollout.model_copy(update={"prompts_per_step": 2})}
+        )
+        loop.go()
+    assert "train" not in loop.cluster.names()
+
+
+def test_the_comparison_at_the_start_covers_every_sampled_token(tmp_path):
+    record = Loop(tmp_path, "train.steps=1").go().records[0]
+    assert record["start_mismatch_kl_mean"] == 0.0 and record["start_mismatch_tokens"] == 3 * 2 * 3
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [5]), (1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (5, [5]), (9, [5])])
+def test_checkpoints_are_taken_at_their_steps_and_after_the_last(every, expected, tmp_path):
+    assert Loop(tmp_path, "train.steps=5", f"train.checkpoint_every={every}").go().checkpoints == expected
+
+
+def test_old_checkpoints_are_dropped(tmp_path):
+    Loop(tmp_path, "train.checkpoint_every=1", "train.keep_checkpoints=2").go()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
+
+
+@pytest.mark.parametrize("every", [0, 2], ids=["between checkpoints", "at a checkpoint"])
+def test_a_stop_request_ends_the_loop_after_the_step_with_one_checkpoint(every, tmp_path):
+    loop = Loop(tmp_path, f"train.checkpoint_every={every}")
+    loop.stop_in_step = 1
+    loop.go()
+    assert loop.state.next_step == 2 and not loop.controller.done
+    assert loop.checkpoints == [2]
+    assert loop.shown == [0, 1] and not loop.stop.waits
+
+
+def test_a_stop_request_is_not_kept_waiting_after_a_failure(tmp_path):
+    loop = Loop(tmp_path, cluster=Recorder(offset_after_updates=1.0))
+    with pytest.raises(RuntimeError):
+        loop.go()
+    assert not loop.stop.waits
+
+
+def test_mini_batches_share_a_steps_groups_and_never_split_one(tmp_path):
+    loop = Loop(tmp_path, "train.steps=1", "rollout.prompts_per_step=5", "grpo.mini_batches=3").go()
+    groups = [[sample.prompt_id for sample in batch.samples] for batch in loop.cluster.batches]
+    assert len(groups) == 3 and all(ids.count(prompt) == 2 for ids in groups for prompt in ids)
+    assert sum(len(ids) for ids in groups) == loop.records[0]["samples_trained"]
+    assert loop.state.weights_version == 1
+
+
+def test_mini_batches_get_the_log_probabilities_from_before_the_first_of_them(tmp_path):
+    loop = Loop(tmp_path, "train.steps=1", "grpo.mini_batches=2", "grpo.kl_coef=0.1").go()
+    for batch in loop.cluster.batches:
+        for sample in batch.samples:
+            assert batch.old_logprobs is not None and sample.sample_id in batch.old_logprobs
+            assert batch.reference_logprobs is not None and sample.sample_id in batch.reference_logprobs
+    assert ("score", ("reference", True)) in loop.cluster.events
+
+
+def test_a_single_update_needs_no_extra_forward_pass(tmp_path):
+    loop = Loop(tmp_path, "train.steps=1").go()
+    assert loop.cluster.batches[0].old_logprobs is None and loop.cluster.batches[0].reference_logprobs is None
+    assert loop.cluster.names().count("score") == 2  # at the start and of the probes
+
+
+def test_advantages_are_those_of_each_sample_within_its_group(tmp_path):
+    loop = Loop(tmp_path, "grpo.divide_by_std=true").go()
+    for batch in loop.cluster.batches:
+        for first, second in zip(batch.samples[::2], batch.samples[1::2], strict=True):
+            better = first if first.reward > second.reward else second
+            assert batch.advantages[better.sample_id] == 1.0
+            assert batch.advantages[first.sample_id] == -batch.advantages[second.sample_id]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [4]), (2, [1, 3, 4]), (3, [2, 4])])
+def test_held_out_prompts_are_evaluated_at_their_steps_and_after_the_last(every, expected, tmp_path):
+    loop = Loop(tmp_path, "train.steps=5", f"train.eval_every={every}", heldout=HELDOUT).go()
+    assert [record["step"] for record in loop.records if "heldout_reward" in record] == expected
+    assert "heldout_reward_start" in loop.records[0]
+    evaluations = [event for event in loop.cluster.events if event == ("generate", len(HELDOUT), 1)]
+    assert len(evaluations) == len(expected)
+
+
+def test_an_export_replaces_an_earlier_one_and_what_a_killed_one_left(tmp_path):
+    loop = Loop(tmp_path).go()
+    for leftover in ("export", ".export.new", ".export.1234.partial"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "old").touch()
+    loop.controller.export(tmp_path / "export")
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["by"]
+    assert not list(tmp_path.glob(".export*"))
