@@ -25,6 +25,10 @@ class Documents:
     cu_seqlens: Tensor
     lengths: tuple[int, ...]
     _tables: dict = field(default_factory=dict, repr=False)
+    _version: int = field(default=0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_version", self._current_version())
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
@@ -64,6 +68,29 @@ class Documents:
         """`[T]` int64: each token's position within its document."""
         return torch.arange(self.num_tokens, device=self.device) - self.starts
 
+    @cached_property
+    def cu_seqlens_cpu(self) -> Tensor:
+        """`cu_seqlens` as int64 on the host: kernels plan their launches with it and need not ask the GPU."""
+        return torch.tensor([0, *self.lengths]).cumsum(0)
+
+    def unchanged_cu_seqlens(self) -> Tensor:
+        """`cu_seqlens` for kernels that cache what they derive from this object; RuntimeError if it was edited."""
+        if self._current_version() != self._version:
+            raise RuntimeError(
+                "cu_seqlens was edited in place: kernels have cached what they derived from its old content; "
+                "make a new tensor for every row"
+            )
+        return self.cu_seqlens
+
+    def _current_version(self) -> int:
+        return 0 if self.cu_seqlens.is_inference() else self.cu_seqlens._version
+
+    def groups(self, size: int) -> "list[Documents]":
+        """The row cut into parts of at most `size` documents, for operators whose memory grows with their number."""
+        if len(self.lengths) <= size:
+            return [self]
+        return self._once(("groups", size), lambda: self._build_groups(size))
+
     def pool_starts(self, kpool: int) -> Tensor:
         """`[N]` int64: the row index of the first token of each complete pool, document by document."""
         return self._once(("pool_starts", kpool), lambda: self._build_pool_starts(kpool))
@@ -71,6 +98,18 @@ class Documents:
     def first_pools(self, kpool: int) -> Tensor:
         """`[T]` int64: the number (in `pool_starts`) of the first pool of each token's document."""
         return self._once(("first_pools", kpool), lambda: self._build_first_pools(kpool))
+
+    def pool_range(self, begin: int, end: int, kpool: int) -> tuple[int, int]:
+        """The complete pools, as numbered in `pool_starts`, of all documents that tokens `begin` to `end` - 1 are in."""
+        first = last = pools = offset = 0
+        for length in self.lengths:
+            if offset <= begin:
+                first = pools
+            pools += length // kpool
+            if offset < end:
+                last = pools
+            offset += length
+        return first, last
 
     def chunk_table(self, chunk: int) -> tuple[Tensor, list[int]]:
         """Token slots of every chunk of `chunk` tokens, ordered by step: all first chunks, all second ones, ...
@@ -84,6 +123,11 @@ class Documents:
         if key not in self._tables:
             self._tables[key] = build()
         return self._tables[key]
+
+    def _build_groups(self, size: int) -> "list[Documents]":
+        lengths = [self.lengths[i : i + size] for i in range(0, len(self.lengths), size)]
+        bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in lengths)
+        return [Documents(bound.to(self.device), part) for bound, part in zip(bounds, lengths)]
 
     def _build_pool_starts(self, kpool: int) -> Tensor:
         starts: list[int] = []

@@ -4,17 +4,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor
 
-from glm5_next.plugins import kernels
 from glm5_next.plugins.documents import Documents
 from glm5_next.plugins.indexer import KPoolIndexer
-from glm5_next.plugins.linear import ReplicatedLinear
+from glm5_next.plugins.linear import ReplicatedLinear, headwise
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.norm import RMSNorm
 from glm5_next.plugins.packed_row import documents_of, from_tokens, to_tokens
@@ -34,7 +32,7 @@ class SparseCoreAttention(MegatronModule):
 
     def __init__(self, config: Glm5NextTransformerConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config)
-        self.indexer = KPoolIndexer(config, pg_collection)
+        self.indexer, self.kernels = KPoolIndexer(config, pg_collection), config.kernels
         self.scale = config.qk_head_dim**-0.5  # of the model's heads, not of the latent width
         self.kpool = config.model.index_kpool
 
@@ -43,8 +41,8 @@ class SparseCoreAttention(MegatronModule):
     ) -> Tensor:
         """q `[T, heads, C]` absorbed queries, latent `[T, C]` keys and values at once -> `[T, heads, C]`."""
         pools = self.indexer(hidden_states, q_compressed, documents)
-        indices = kernels.expand_pools(pools, documents, self.kpool)
-        attend = partial(kernels.sparse_attention, indices=indices, scale=self.scale)
+        indices = self.kernels.expand_pools(pools, documents, self.kpool)
+        attend = partial(self.kernels.sparse_attention, indices=indices, scale=self.scale)
         return recomputed(self.config, "core_attn", attend, q, latent)
 
 
@@ -115,9 +113,9 @@ class DsaAttention(MegatronModule):
         documents = documents_of(packed_seq_params, latent.shape[0] // batch, batch, latent.device)
         key_up, value_up = self._up_weights()
         q = to_tokens(self.linear_q_up_proj(q_compressed)[0]).unflatten(-1, (self.num_heads, -1))
-        q = torch.einsum("thd,hdc->thc", q, key_up)
+        q = headwise(q, key_up)
         out = self.core_attention(q, latent, hidden_states, q_compressed, documents)
-        out = torch.einsum("thc,hvc->thv", out, value_up)
+        out = headwise(out, value_up.transpose(1, 2))
         return self.linear_proj(from_tokens(out.flatten(1), batch))[0], None
 
     def _up_weights(self) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,6 @@ from megatron.core.transformer.utils import (
 )
 from torch import Tensor
 
-from glm5_next.plugins import kernels
 from glm5_next.plugins.documents import Documents
 from glm5_next.plugins.linear import ReplicatedLinear
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
@@ -62,6 +61,7 @@ class KdaAttention(KeepFp32):
         super().__init__()
         model, hidden = config.model, config.hidden_size
         self.config, self.layer_number, self.tp_group = config, layer_number, pg_collection.tp
+        self.kernels = config.kernels
         self.head_dim, self.lower_bound = model.kda_head_dim, model.kda_gate_lower_bound
         self.num_heads = model.kda_num_heads // self.tp_group.size()
         width = model.kda_width
@@ -127,8 +127,9 @@ class KdaAttention(KeepFp32):
 
     def _core(self, documents: Documents, qkv: Tensor, decay: Tensor, beta: Tensor, gate: Tensor) -> Tensor:
         """From projections of `[T, ...]` tokens to the gated, normalised output `[T, width]`."""
-        qkv = kernels.short_convolution(qkv, self.conv1d.weight.squeeze(1), documents)
-        q, k, v = (self._heads(x) for x in qkv.split(self.width, dim=-1))
+        kernels, taps = self.kernels, self.conv1d.weight.squeeze(1).split(self.width)
+        parts = (kernels.short_convolution(x, w, documents) for x, w in zip(qkv.split(self.width, dim=-1), taps))
+        q, k, v = (self._heads(x) for x in parts)
         decay, gate = self._heads(decay), self._heads(gate)
         out = kernels.kda(q, k, v, decay, self.A_log, self.dt_bias, beta, documents, lower_bound=self.lower_bound)
         return kernels.gated_rms_norm(out, gate, self.out_norm.weight, self.config.layernorm_epsilon).flatten(1)

@@ -1,6 +1,7 @@
 """Megatron's view of the model: every field that matters, set on purpose."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from glm5_next.plugins.config import Glm5NextConfig
+from glm5_next.plugins.kernels.registry import AUTO, Kernels, Place, choose
 from glm5_next.plugins.topology import Topology
 
 # What our modules do not implement; a run that asks for it would silently get something else.
@@ -37,10 +39,16 @@ RECOMPUTE_MODULES = (*OWN_RECOMPUTE_MODULES, "core_attn", "mlp", "moe", "shared_
 
 @dataclass
 class Glm5NextTransformerConfig(MLATransformerConfig):
-    """`MLATransformerConfig` that also carries the model's own description for our modules."""
+    """`MLATransformerConfig` that also carries the model's own description for our modules.
+
+    `kernel_backends` names the implementation of single operators (`kernels.registry.OPERATORS`); the others use
+    `kernel_backend`: "auto" takes what fits the device, "naive" plain torch.
+    """
 
     glm5_next: Glm5NextConfig | None = None
     recompute_modules: list[str] | None = None
+    kernel_backend: str = AUTO
+    kernel_backends: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Megatron refuses module names that it does not know, and puts a default in place of none.
@@ -58,6 +66,23 @@ class Glm5NextTransformerConfig(MLATransformerConfig):
             raise ValueError("this configuration does not describe a model; build it with megatron_config()")
         return self.glm5_next
 
+    def chosen_kernels(self) -> dict[str, str]:
+        """{operator: backend name}, for a run to print; ValueError if a backend asked for by name cannot be used."""
+        on_cpu = self.use_cpu_initialization
+        place = Place(
+            self.model,
+            self.params_dtype,
+            "cpu" if on_cpu else "cuda",
+            None if on_cpu else torch.cuda.get_device_capability(),
+            self.tensor_model_parallel_size,
+        )
+        return choose(self.kernel_backends, place, self.kernel_backend)
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The operators that this model's modules call."""
+        return Kernels(self.chosen_kernels())
+
     @property
     def device(self) -> torch.device | None:
         """Where parameters are created: the current GPU, or (None) torch's default device, which may be "meta"."""
@@ -66,9 +91,9 @@ class Glm5NextTransformerConfig(MLATransformerConfig):
 
 def check_supported(config: TransformerConfig) -> None:
     """Raises ValueError for settings under which Megatron would quietly compute something else."""
-    for field, wanted in UNSUPPORTED.items():
-        if getattr(config, field) != wanted:
-            raise ValueError(f"{field}={getattr(config, field)!r} is not supported for GLM-5.3-Flash, use {wanted!r}")
+    for name, wanted in UNSUPPORTED.items():
+        if getattr(config, name) != wanted:
+            raise ValueError(f"{name}={getattr(config, name)!r} is not supported for GLM-5.3-Flash, use {wanted!r}")
     if config.recompute_granularity == "selective":
         unknown = set(config.recompute_modules or ()) - set(RECOMPUTE_MODULES)
         if unknown:

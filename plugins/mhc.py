@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from glm5_next.plugins.kernels import naive
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.precision import Fp32Weight, KeepFp32
 from glm5_next.plugins.recompute import recomputed
@@ -20,7 +19,7 @@ class HyperConnection(KeepFp32):
 
     def __init__(self, config: Glm5NextTransformerConfig):
         super().__init__()
-        self.config, self.model = config, config.model
+        self.config, self.model, self.kernels = config, config.model, config.kernels
         streams = self.model.num_streams
         outputs = streams * (streams + 2)
         self.mapping_proj = Fp32Weight(outputs, streams * config.hidden_size, device=config.device)
@@ -41,13 +40,13 @@ class HyperConnection(KeepFp32):
 
     def merge(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
         """The streams after the block: `[s, b, N * h]`."""
-        return recomputed(self.config, "mhc", naive.mhc_merge, streams, output, post, mix)
+        return recomputed(self.config, "mhc", self.kernels.mhc_merge, streams, output, post, mix)
 
     def _collapse(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # One node of its own collects the gradients of mapping and collapse before they meet the merge's: the order in
         # which recomputation adds them, so that it changes no bit.
         streams = streams.view_as(streams)
-        pre, post, mix = naive.mhc_mapping(
+        return self.kernels.mhc_site(
             streams,
             self.mapping_proj.weight,
             self.bias,
@@ -57,4 +56,3 @@ class HyperConnection(KeepFp32):
             hc_eps=self.model.hc_eps,
             iterations=self.model.sinkhorn_iterations,
         )
-        return naive.mhc_collapse(streams, pre), post, mix

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from glm5_next.plugins.kernels import naive
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 
 
@@ -15,13 +14,13 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: Glm5NextTransformerConfig, hidden_size: int, eps: float):
         super().__init__()
-        self.eps = eps
+        self.eps, self.rms_norm = eps, config.kernels.rms_norm
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=config.device))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden_size]`, same shape out."""
-        return naive.rms_norm(x, self.weight, self.eps)
+        return self.rms_norm(x, self.weight, self.eps)
 
 
 class StreamMeanNorm(RMSNorm):

@@ -1,27 +1,65 @@
-"""The operators the model's modules call, one signature each, whatever computes them."""
+"""The operators the model's modules call, one signature each: here with their naive definitions.
+
+`registry` lists the GPU backends behind the same signatures and chooses among them.
+"""
 
 import torch
 from torch import Tensor
 
 from glm5_next.plugins.documents import Documents
 from glm5_next.plugins.kernels import naive
+from glm5_next.plugins.kernels.logprobs import token_logprobs
 from glm5_next.plugins.kernels.naive import (
+    clamped_swiglu,
     expand_pools,
     gated_rms_norm,
+    mhc_merge,
     pool_keys,
+    rms_norm,
     short_convolution,
     sparse_attention,
 )
 
 __all__ = [
+    "clamped_swiglu",
     "expand_pools",
     "gated_rms_norm",
     "kda",
+    "mhc_merge",
+    "mhc_site",
     "pool_keys",
+    "rms_norm",
     "select_pools",
     "short_convolution",
     "sparse_attention",
+    "token_logprobs",
 ]
+
+
+def mhc_site(
+    streams: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    scales: tuple[Tensor, Tensor, Tensor],
+    *,
+    num_streams: int,
+    norm_eps: float,
+    hc_eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A hyper-connection before its block: streams `[..., N * D]` -> the block's input `[..., D]` in their dtype, and
+    fp32 post `[..., N]` and mix `[..., N, N]` for `mhc_merge`. Arguments as in `naive.mhc_mapping`."""
+    pre, post, mix = naive.mhc_mapping(
+        streams,
+        weight,
+        bias,
+        scales,
+        num_streams=num_streams,
+        norm_eps=norm_eps,
+        hc_eps=hc_eps,
+        iterations=iterations,
+    )
+    return naive.mhc_collapse(streams, pre), post, mix
 
 
 def kda(
@@ -49,7 +87,7 @@ def select_pools(
     q: Tensor,
     head_weights: Tensor,
     pooled: Tensor,
-    queries: Tensor,
+    first_query: int,
     documents: Documents,
     *,
     kpool: int,
@@ -57,7 +95,8 @@ def select_pools(
 ) -> Tensor:
     """Scores every complete pool for each query and keeps the best: int32 `[Tq, num_selected]`, -1 unused.
 
-    q `[Tq, I, E]`, head_weights `[Tq, I]`, pooled `[pools, E]`, queries `[Tq]` row indices.
+    q `[Tq, I, E]` of the row's tokens `first_query`, `first_query + 1`, ..., head_weights `[Tq, I]` fp32, pooled
+    `[pools, E]`. Products and sums are fp32, whatever the dtype of q and pooled.
     """
-    scores = naive.pool_scores(q, head_weights, pooled)
-    return naive.select_pools(scores, queries, documents, kpool, num_selected)
+    queries = torch.arange(first_query, first_query + q.shape[0], device=q.device)
+    return naive.select_pools(naive.pool_scores(q, head_weights, pooled), queries, documents, kpool, num_selected)

@@ -19,10 +19,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def clamped_swiglu(gate_up: Tensor, limit: float) -> Tensor:
-    """`[..., 2F]` (gate first) -> `[..., F]`: the gate is clipped from above only, up on both sides."""
+def clamped_swiglu(gate_up: Tensor, limit: float, weights: Tensor | None = None) -> Tensor:
+    """`[..., 2F]` (gate first) -> `[..., F]`: the gate is clipped from above only, up on both sides.
+
+    `weights` (fp32 `[...]`) multiplies each row: a routed expert's combine weight, which Megatron puts before fc2.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    out = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return out if weights is None else (out * weights.unsqueeze(-1)).to(out.dtype)
 
 
 # --- hyper-connections (mHC) ---

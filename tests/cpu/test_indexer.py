@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from glm5_next.bridge.reference import import_modeling
+from glm5_next.plugins import indexer as indexer_module
 from glm5_next.plugins.documents import Documents
 from glm5_next.plugins.kernels import naive
 from tests.support.parity import MIN_GAP, as_mask, models, recorded
@@ -155,17 +156,44 @@ def test_indexer_is_frozen_and_cuts_the_gradient(indexer):
     assert not pools.requires_grad
 
 
-def test_projections_and_scores_are_fp32_for_a_bf16_model():
+def scoring(indexer, hidden: Tensor, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, head weights and pooled keys that the indexer scores."""
+    with mock.patch.object(naive, "pool_scores", wraps=naive.pool_scores) as score:
+        indexer(hidden.transpose(0, 1), query.transpose(0, 1), row_of(hidden.shape[1]))
+    return score.call_args.args
+
+
+def test_bf16_model_projects_in_fp32_and_rounds_queries_and_pooled_keys_once():
     model = our_model(CASE, models(CASE)[0])  # of its own, because it is cast
     indexer = model.decoder.layers[DSA_LAYER].self_attention.core_attention.indexer.bfloat16()
     hidden, query = (x.bfloat16() for x in inputs(60))
-    with mock.patch.object(naive, "select_pools", wraps=naive.select_pools) as select:
-        indexer(hidden.transpose(0, 1), query.transpose(0, 1), row_of(60))
-    got = select.call_args.args[0]
-    with mock.patch.object(naive, "select_pools", wraps=naive.select_pools) as select:
-        indexer.float()(hidden.float().transpose(0, 1), query.float().transpose(0, 1), row_of(60))
-    assert got.dtype == torch.float32
-    assert torch.equal(got, select.call_args.args[0]), "scores of a bf16 model are not those of its weights in fp32"
+    q, weights, pooled = scoring(indexer, hidden, query)
+    wide_q, wide_weights, wide_pooled = scoring(indexer.float(), hidden.float(), query.float())
+    assert torch.equal(q, wide_q.bfloat16()) and torch.equal(pooled, wide_pooled.bfloat16())
+    assert weights.dtype == torch.float32 and torch.equal(weights, wide_weights)
+    assert naive.pool_scores(q, weights, pooled).dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [1, 7, 64])
+def test_queries_are_scored_in_chunks_with_the_same_result(indexer, size, monkeypatch):
+    hidden, query = inputs(75)
+    whole = selected(indexer, hidden, query, row_of(23, 52))
+    monkeypatch.setattr(indexer_module, "MAX_QUERIES", size)
+    with mock.patch.object(naive, "pool_scores", wraps=naive.pool_scores) as score:
+        assert torch.equal(selected(indexer, hidden, query, row_of(23, 52)), whole)
+    assert score.call_count == -(-75 // size)
+
+
+def test_nothing_is_scored_where_every_visible_pool_is_kept(indexer):
+    longest = KPOOL * (NUM_SELECTED + 1) - 1
+    hidden, query = inputs(2 * longest)
+    with mock.patch.object(naive, "pool_scores", wraps=naive.pool_scores) as score:
+        short = selected(indexer, hidden, query, row_of(longest, longest))
+        assert score.call_count == 0
+        selected(indexer, hidden, query, row_of(longest + 1, longest - 1))
+        assert score.call_count == 1
+    block = torch.ones(longest, longest, dtype=torch.bool).tril()
+    assert torch.equal(short, torch.block_diag(block, block).bool())
 
 
 def test_selection_keeps_the_best_visible_pools_of_the_own_document():
