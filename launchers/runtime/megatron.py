@@ -85,6 +85,9 @@ def build_optimizer(
         end_wd=settings.weight_decay,
         wd_incr_steps=steps,
         wd_incr_style="constant",
+        # A resumed run follows its settings as they are now; Megatron's default is to keep the old ones, silently.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return optimizer, scheduler
 

@@ -69,6 +69,19 @@ def test_learning_rates_follow_their_closed_form(schedule, warmup):
     assert rates(run) == pytest.approx([closed_form(update, schedule, warmup) for update in range(12)], rel=1e-12)
 
 
+def test_a_resumed_schedule_goes_on_where_it_was_with_the_settings_of_now():
+    """More steps and another rate: with the old ones, a linear schedule would be at its end and train at `min_lr`."""
+    _, before = build_optimizer(settings(optimizer__schedule="linear"), chunks())
+    before.step(increment=10)
+    optimizer, after = build_optimizer(
+        settings(optimizer__schedule="linear", optimizer__lr=1e-3, train__steps=10), chunks()
+    )
+    after.load_state_dict(before.state_dict())
+    (rate,) = {group["lr"] for group in optimizer.param_groups}
+    assert rate == pytest.approx(MIN_LR + (1e-3 - MIN_LR) / 2)
+    assert after.num_steps == 10
+
+
 def test_a_run_of_nothing_but_warm_up_is_accepted():
     run = settings(optimizer__schedule="cosine", optimizer__warmup_steps=5, grpo__mini_batches=1)
     assert rates(run, 5) == pytest.approx([LR * update / 5 for update in range(5)])
