@@ -8,10 +8,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class QuerySegments(NamedTuple):
+    """Consecutive queries of a row by document: int32 tensors, `[segments + 1]` bounds of queries and of pools, each
+    segment's first query's position in its document `[segments]`, the complete pools each query sees `[queries]`; and
+    the largest number of pools of a document."""
+
+    cu_queries: Tensor
+    cu_pools: Tensor
+    offsets: Tensor
+    visible: Tensor
+    longest: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +123,10 @@ class Documents:
             offset += length
         return first, last
 
+    def query_segments(self, begin: int, end: int, kpool: int) -> "QuerySegments":
+        """Tokens `begin` to `end` - 1 cut at document boundaries, each part with the pools of its document."""
+        return self._once(("segments", begin, end, kpool), lambda: self._build_segments(begin, end, kpool))
+
     def chunk_table(self, chunk: int) -> tuple[Tensor, list[int]]:
         """Token slots of every chunk of `chunk` tokens, ordered by step: all first chunks, all second ones, ...
 
@@ -119,7 +135,7 @@ class Documents:
         """
         return self._once(("chunks", chunk), lambda: self._build_chunk_table(chunk))
 
-    def _once(self, key: tuple[str, int], build: Callable[[], Any]) -> Any:
+    def _once(self, key: tuple, build: Callable[[], Any]) -> Any:
         if key not in self._tables:
             self._tables[key] = build()
         return self._tables[key]
@@ -128,6 +144,22 @@ class Documents:
         lengths = [self.lengths[i : i + size] for i in range(0, len(self.lengths), size)]
         bounds = (torch.tensor([0, *part]).cumsum(0, dtype=torch.int32) for part in lengths)
         return [Documents(bound.to(self.device), part) for bound, part in zip(bounds, lengths)]
+
+    def _build_segments(self, begin: int, end: int, kpool: int) -> "QuerySegments":
+        queries, pools, offsets, start = [0], [0], [], 0
+        for length in self.lengths:
+            first, last = max(begin, start), min(end, start + length)
+            if first < last:
+                queries.append(queries[-1] + last - first)
+                pools.append(pools[-1] + length // kpool)
+                offsets.append(first - start)
+            start += length
+        visible = (self.positions[begin:end] + 1) // kpool
+        cu_queries, cu_pools, at = (
+            torch.tensor(values, dtype=torch.int32, device=self.device) for values in (queries, pools, offsets)
+        )
+        longest = max((b - a for a, b in pairwise(pools)), default=0)
+        return QuerySegments(cu_queries, cu_pools, at, visible.int(), longest)
 
     def _build_pool_starts(self, kpool: int) -> Tensor:
         starts: list[int] = []
