@@ -48,7 +48,7 @@ ORIGIN = Origin(hf="/somewhere", precision="fp32")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("hf") / "tiny"
-    return Checkpoint(write_tiny_checkpoint(folder, layers=4, mtp=False, vision=False))
+    return Checkpoint(write_tiny_checkpoint(folder, layers=4, experts=4, mtp=False, vision=False))
 
 
 def digest(tensor: Tensor) -> str:
@@ -80,7 +80,6 @@ def children() -> set[int]:
 
 def train_save_train(trainer: Trainer, update, folder: Path) -> dict:
     trainer.train(update)
-    trainer.train(update)
     saved, before = snapshot(trainer), children()
     trainer.save(folder, STATE)
     started = children() - before
@@ -101,8 +100,8 @@ def load_train(trainer: Trainer, update, folder: Path) -> dict:
 def layout(request, source, tmp_path_factory):
     """What every rank saw of a run that went on, and of one that was loaded in new processes."""
     folder = tmp_path_factory.mktemp("run") / "checkpoints" / "step-000002"
-    run = settings(source.folder, optimizer__schedule="cosine", optimizer__warmup_steps=1, **LAYOUTS[request.param])
-    update = batch(run, samples(3))
+    run = settings(source.folder, optimizer__schedule="cosine", **LAYOUTS[request.param])
+    update = batch(run, samples(2))
     went_on = on_trainers(run, train_save_train, update, folder)
     return went_on, on_trainers(run, load_train, update, folder), folder
 

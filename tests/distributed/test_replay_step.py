@@ -41,14 +41,18 @@ def recorded(tokens: np.ndarray) -> np.ndarray:
 SAMPLES = samples(6, routes=recorded)
 LAYOUTS = {
     "pp2": {"parallel__ranks": 2, "parallel__pp": 2},
-    "pp2_recompute": {"parallel__ranks": 2, "parallel__pp": 2, "train__recompute": "full"},
     "pp2_vpp2_recompute": {
         "parallel__ranks": 2,
         "parallel__pp": 2,
         "parallel__vpp": 2,
         "train__recompute": "full",
     },
-    "tp2_recompute": {"parallel__ranks": 2, "parallel__tp": 2, "train__recompute": "full"},
+    "tp2_etp2_recompute": {
+        "parallel__ranks": 2,
+        "parallel__tp": 2,
+        "parallel__etp": 2,
+        "train__recompute": "full",
+    },
     "ep2": {"parallel__ranks": 2, "parallel__ep": 2},
 }
 
