@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from glm5_next.plugins.config import Glm5NextConfig
-from glm5_next.plugins.kernels.registry import AUTO, Kernels, Place, choose
+from glm5_next.plugins.kernels.registry import AUTO, DISTRIBUTIONS, Kernels, Place, choose, installed
 from glm5_next.plugins.topology import Topology
+
+# `transformer_impl` for linear layers and grouped experts of Transformer Engine, and what goes with it.
+TRANSFORMER_ENGINE = "transformer_engine"
+WITH_TRANSFORMER_ENGINE = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 
 # What our modules do not implement; a run that asks for it would silently get something else.
 UNSUPPORTED = {
@@ -137,7 +141,15 @@ def megatron_config(
     unknown = set(overrides) - {field.name for field in fields(Glm5NextTransformerConfig)}
     if unknown:
         raise ValueError(f"Megatron-Core's configuration has no field named {sorted(unknown)}")
-    settings = {**_architecture(model), **_parallelism(model, topology), **_numerics(dtype, on_cpu), **overrides}
+    settings = {**_architecture(model), **_parallelism(model, topology), **_numerics(dtype, on_cpu)}
+    if overrides.get("transformer_impl") == TRANSFORMER_ENGINE:
+        if not installed("transformer_engine"):
+            raise ValueError(
+                f"transformer_impl={TRANSFORMER_ENGINE!r}: package transformer_engine is not installed; "
+                f"install {DISTRIBUTIONS['transformer_engine']}, or use transformer_impl='local'"
+            )
+        settings |= WITH_TRANSFORMER_ENGINE
+    settings |= overrides
     return Glm5NextTransformerConfig(glm5_next=model, **settings)
 
 

@@ -1,5 +1,6 @@
 """The only place that says which modules the model is made of."""
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -7,7 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -17,38 +18,79 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from glm5_next.plugins.config import AttentionKind, MlpKind
 from glm5_next.plugins.dsa import DsaAttention, DsaSubmodules
 from glm5_next.plugins.kda import KdaAttention, KdaSubmodules
+from glm5_next.plugins.kernels.registry import NAIVE
 from glm5_next.plugins.layer import HyperLayerSubmodules, HyperTransformerLayer
-from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
+from glm5_next.plugins.megatron_config import TRANSFORMER_ENGINE, Glm5NextTransformerConfig
+from glm5_next.plugins.mlp import FusedGroupedMLP, FusedMLP, FusedSharedExperts
 from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.norm import RMSNorm, StreamMeanNorm
 
 
-def kda_spec() -> ModuleSpec:
-    return ModuleSpec(module=KdaAttention, submodules=KdaSubmodules(ColumnParallelLinear, RowParallelLinear))
+@dataclass(frozen=True)
+class Linears:
+    """The linear layers that tensor and expert parallelism split."""
+
+    column: Any
+    row: Any
+    grouped_column: Any = None
+    grouped_row: Any = None
 
 
-def dsa_spec() -> ModuleSpec:
-    return ModuleSpec(module=DsaAttention, submodules=DsaSubmodules(ColumnParallelLinear, RowParallelLinear))
+def linears(config: Glm5NextTransformerConfig) -> Linears:
+    """Megatron's own, or Transformer Engine's where `transformer_impl` asks for them.
+
+    Norms are ours in both: Transformer Engine's round once, the reference's twice.
+    """
+    if config.transformer_impl != TRANSFORMER_ENGINE:
+        return Linears(ColumnParallelLinear, RowParallelLinear)
+    from megatron.core.extensions import transformer_engine as te
+
+    return Linears(
+        te.TEColumnParallelLinear,
+        te.TERowParallelLinear,
+        te.TEColumnParallelGroupedLinear,
+        te.TERowParallelGroupedLinear,
+    )
+
+
+def kda_spec(config: Glm5NextTransformerConfig) -> ModuleSpec:
+    chosen = linears(config)
+    return ModuleSpec(module=KdaAttention, submodules=KdaSubmodules(chosen.column, chosen.row))
+
+
+def dsa_spec(config: Glm5NextTransformerConfig) -> ModuleSpec:
+    chosen = linears(config)
+    return ModuleSpec(module=DsaAttention, submodules=DsaSubmodules(chosen.column, chosen.row))
 
 
 def dense_spec(config: Glm5NextTransformerConfig) -> Any:
+    chosen = linears(config)
     return partial(
-        MLP.as_mlp_submodule,
-        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+        (FusedMLP if _fuses_activation(config) else MLP).as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=chosen.column, linear_fc2=chosen.row),
         ffn_hidden_size=config.ffn_hidden_size,
     )
 
 
 def moe_spec(config: Glm5NextTransformerConfig) -> Any:
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    chosen = linears(config)
+    dense = MLPSubmodules(linear_fc1=chosen.column, linear_fc2=chosen.row)
+    if chosen.grouped_column is None:
+        experts = partial(SequentialMLP, submodules=dense)
+    else:
+        grouped = GroupedMLPSubmodules(linear_fc1=chosen.grouped_column, linear_fc2=chosen.grouped_row)
+        experts = partial(FusedGroupedMLP, submodules=grouped)
+    shared = FusedSharedExperts if _fuses_activation(config) else SharedExpertMLP
     return partial(
         MoELayer,
         submodules=MoESubmodules(
-            router=Glm5NextRouter,
-            experts=partial(SequentialMLP, submodules=linears),
-            shared_experts=partial(SharedExpertMLP, submodules=linears),
+            router=Glm5NextRouter, experts=experts, shared_experts=partial(shared, submodules=dense)
         ),
     )
+
+
+def _fuses_activation(config: Glm5NextTransformerConfig) -> bool:
+    return config.kernels.chosen["clamped_swiglu"] != NAIVE
 
 
 ATTENTION = {"kda": kda_spec, "dsa": dsa_spec}
@@ -63,7 +105,7 @@ def layer_spec(
         module=HyperTransformerLayer,
         submodules=HyperLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ATTENTION[attention](),
+            self_attention=ATTENTION[attention](config),
             pre_mlp_layernorm=RMSNorm,
             mlp=MLPS[mlp](config),
             widens_input=widens_input,

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from glm5_next.plugins import megatron_config as megatron_config_module
 from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.megatron_config import UNSUPPORTED, Glm5NextTransformerConfig, check_supported, megatron_config
 from glm5_next.plugins.topology import Topology
@@ -63,8 +64,10 @@ def test_unsupported_override_stops_the_construction(field):
     assert f"{field}={OTHER_VALUES[field]!r} is not supported" in refusal(**{field: OTHER_VALUES[field]})
 
 
-def test_selective_recompute_is_refused_and_full_recompute_is_not():
-    assert "recompute_granularity='selective' is not supported" in refusal(recompute_granularity="selective")
+def test_selective_recompute_of_what_our_layers_do_not_have_is_refused_and_full_recompute_is_not():
+    selective = {"recompute_granularity": "selective"}
+    assert "recompute_modules ['layernorm'] would do nothing" in refusal(**selective, recompute_modules=["layernorm"])
+    assert build(**selective, recompute_modules=["mhc", "moe"]).recompute_modules == ["moe", "mhc"]
     full = build(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     assert full.recompute_granularity == "full"
 
@@ -171,7 +174,7 @@ def test_every_module_of_the_model_sees_the_clamp_and_no_fused_activation():
 def test_configuration_carries_the_model_and_knows_where_parameters_go():
     config = build()
     assert isinstance(config, Glm5NextTransformerConfig) and config.model == MODEL
-    assert config.device == torch.device("cpu")
+    assert config.device is None  # torch's default device, which an audit makes "meta"
 
 
 @pytest.mark.parametrize("topology", [Topology(), TP2, PP2, VPP2, Topology(world_size=2, ep=2)], ids=str)
@@ -184,6 +187,12 @@ def test_topology_reaches_megatron(topology):
     assert config.expert_tensor_parallel_size == topology.etp
     assert config.sequence_parallel == (topology.tp > 1)
     assert (config.pipeline_model_parallel_layout is not None) == (topology.pp > 1)
+
+
+def test_transformer_engine_is_refused_where_it_is_not_installed(monkeypatch):
+    monkeypatch.setattr(megatron_config_module, "installed", lambda package: False)
+    message = refusal(transformer_impl="transformer_engine")
+    assert "package transformer_engine is not installed; install transformer-engine[pytorch,core_cu13]>=2.20" in message
 
 
 def test_override_takes_the_place_of_our_value():

@@ -10,9 +10,11 @@ from megatron.core.transformer.spec_utils import import_module
 
 from glm5_next.plugins.dsa import DsaAttention
 from glm5_next.plugins.kda import KdaAttention
+from glm5_next.plugins.kernels.registry import load
 from glm5_next.plugins.layer import HyperTransformerLayer
 from glm5_next.plugins.megatron_config import megatron_config
 from glm5_next.plugins.mhc import HyperConnection
+from glm5_next.plugins.mlp import FusedMLP, FusedSharedExperts
 from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.norm import RMSNorm, StreamMeanNorm
 from glm5_next.plugins.spec import build_gpt_model, get_glm5_next_spec, padded_vocab_size, stage_layers
@@ -21,6 +23,11 @@ from tests.support import tiny
 from tests.support.parity import logits_of
 from tests.support.tiny import Case
 
+MLP_WEIGHTS = tuple(
+    f"decoder.layers.{mlp}.{linear}.weight"
+    for mlp in ("0.mlp", "1.mlp.shared_experts")
+    for linear in ("linear_fc1", "linear_fc2")
+)
 # Every mix of attention and MLP: KDA and dense, DSA and dense, KDA and MoE, DSA and MoE.
 MIXED = Case(layers=4, dense_layers=2, dsa_layers=(1, 3))
 
@@ -138,3 +145,23 @@ def test_vocabulary_is_padded_to_the_tensor_parallel_size(tp, size):
     config.glm5_next = replace(MIXED.config(), vocab_size=97)
     config.tensor_model_parallel_size = tp
     assert padded_vocab_size(config) == size
+
+
+def test_activation_is_fused_in_every_mlp_where_its_operator_is(monkeypatch):
+    """With the kernel interpreted: the same model as Megatron's own MLPs, but through ours."""
+    case = Case(layers=2, dense_layers=1, swiglu_limit=0.5, mlp_gain=4.0)
+    stock = build_gpt_model(configured(case))
+    config = configured(case)
+    monkeypatch.setitem(config.kernels.chosen, "clamped_swiglu", "triton")
+    monkeypatch.setattr(config.kernels, "clamped_swiglu", load("clamped_swiglu", "triton"))
+    fused = build_gpt_model(config)
+    fused.load_state_dict(stock.state_dict())
+    assert isinstance(fused.decoder.layers[0].mlp, FusedMLP)
+    assert isinstance(fused.decoder.layers[1].mlp.shared_experts, FusedSharedExperts)
+    results = []
+    for model in (stock, fused):
+        logits = logits_of(model, tiny.tokens(9))
+        logits.square().sum().backward()
+        results.append([logits, *(model.get_parameter(name).grad for name in MLP_WEIGHTS)])
+    for expected, got in zip(*results):
+        assert tiny.relative_error(got, expected) < 1e-5
