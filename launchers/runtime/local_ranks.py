@@ -26,7 +26,7 @@ def run_ranks(
     that fails or dies ends the others and is named here; so does `timeout` (seconds), because a hang looks like a slow
     run.
     """
-    _close_own_groups()
+    close_own_groups()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
     ranks = [
@@ -46,7 +46,7 @@ def run_ranks(
             rank.join()
 
 
-def _close_own_groups() -> None:
+def close_own_groups() -> None:
     """Ends the groups of this process, which other tests may have started.
 
     Their threads do not survive a fork, and a rank that frees such a group crashes; so Megatron's references to them

@@ -13,6 +13,7 @@ from glm5_next.bridge.audit import AuditReport, audit
 from glm5_next.launchers.cli import app
 from glm5_next.launchers.inspect_commands import preset_topology, topology_of
 from glm5_next.launchers.presets import PRESETS, RELEASED_CONFIG
+from glm5_next.launchers.runtime.local_ranks import close_own_groups
 from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.topology import Topology
 from tests.support import tiny  # noqa: F401 - installs the CPU runtime
@@ -20,6 +21,12 @@ from tests.support.tiny import Case
 
 TOTALS = (38_770, 321_323_031_390)
 FULL_SIZE = {preset_topology(name) for name, preset in PRESETS.items() if preset.cluster and preset.layers is None}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_group():
+    """Pretended groups need a process without a real one, which another test file may have left."""
+    close_own_groups()
 
 
 @pytest.fixture(scope="module")
