@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from cudnn import DSA
 from flash_mla import flash_mla_sparse_fwd
 from torch import Tensor
 
-HEADS, SLOTS = 64, 128  # what the kernels take at a time
+from glm5_next.plugins.kernels.indexer_triton import TOKEN_SLOTS, used_slots
+
+HEADS = 64  # what the kernels take at a time
 MAX_QUERIES = 2**15  # in one call, so that no offset into `[queries, 64, 512]` reaches 2^31
 
 
@@ -21,30 +21,13 @@ def sparse_attention(q: Tensor, latent: Tensor, indices: Tensor, scale: float) -
     """
     heads = q.shape[1]
     q = F.pad(q, (0, 0, 0, -heads % HEADS))
-    indices = F.pad(indices, (0, -indices.shape[1] % SLOTS), value=-1).contiguous()
+    indices = F.pad(indices, (0, -indices.shape[1] % TOKEN_SLOTS), value=-1).contiguous()
     parts = (
         _SparseAttention.apply(part, latent, chosen, scale)
         for part, chosen in zip(q.split(MAX_QUERIES), indices.split(MAX_QUERIES))
     )
     out = next(parts) if q.shape[0] <= MAX_QUERIES else torch.cat(list(parts))
     return out[:, :heads]
-
-
-def used_slots(indices: Tensor) -> Tensor:
-    """Of each row of `[T, W]`, the number of slots up to the last used one: int32 `[T]`. The rest need not be read."""
-    out = indices.new_empty(len(indices))
-    width = indices.shape[1]
-    if len(indices):
-        _used_slots[(len(indices),)](indices, out, width, triton.next_power_of_2(width), num_warps=4)
-    return out
-
-
-@triton.jit
-def _used_slots(indices, out, W: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, BLOCK)
-    index = tl.load(indices + row * W + slot, mask=slot < W, other=-1)
-    tl.store(out + row, tl.max(tl.where(index >= 0, slot + 1, 0), 0))
 
 
 class _SparseAttention(torch.autograd.Function):

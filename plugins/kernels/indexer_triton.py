@@ -160,3 +160,20 @@ def _expand(pools, starts, positions, out, S: tl.constexpr, P: tl.constexpr, W: 
     token = tl.where(slot < used, start + pool * P + slot % P, start + tail)
     token = tl.where((slot < used) | (tail <= position), token, -1)
     tl.store(out + row * W + slot, token.to(tl.int32), mask=slot < W)
+
+
+def used_slots(indices: Tensor) -> Tensor:
+    """Of each row of `[T, W]`, the number of slots up to the last used one: int32 `[T]`. The rest need not be read."""
+    out = indices.new_empty(len(indices))
+    width = indices.shape[1]
+    if len(indices):
+        _used_slots[(len(indices),)](indices, out, width, triton.next_power_of_2(width), num_warps=4)
+    return out
+
+
+@triton.jit
+def _used_slots(indices, out, W: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, BLOCK)
+    index = tl.load(indices + row * W + slot, mask=slot < W, other=-1)
+    tl.store(out + row, tl.max(tl.where(index >= 0, slot + 1, 0), 0))

@@ -118,11 +118,6 @@ def test_flash_mla_gets_padded_heads_and_slots(stand_ins, heads, width, monkeypa
         assert relative_error(a, b) < 1e-5
 
 
-def test_used_slots_end_at_the_last_used_one(stand_ins):
-    indices = torch.tensor([[-1, -1, -1], [5, -1, -1], [-1, 2, -1], [1, 2, 0]], dtype=torch.int32)
-    assert stand_ins("dsa_flash_mla").used_slots(indices).tolist() == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 17, 1000])
 def test_cudnn_indexer_selects_the_same_pools_for_every_chunk_of_queries(stand_ins, lengths, chunk):

@@ -169,6 +169,11 @@ def test_activation_of_kda_inputs(tokens):
     assert_same(got, defined(*wide_inputs), inputs, wide_inputs, 2 * HALF)
 
 
+def test_used_slots_end_at_the_last_used_one():
+    indices = torch.tensor([[-1, -1, -1], [5, -1, -1], [-1, 2, -1], [1, 2, 0]], dtype=torch.int32)
+    assert indexer_triton.used_slots(indices).tolist() == [0, 1, 2, 3]
+
+
 class Rank:
     """One of two TP ranks that take turns: what a collective needs of the other is what it gave the time before."""
 
