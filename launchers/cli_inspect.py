@@ -92,7 +92,10 @@ def plan(
     recompute: Annotated[
         Literal["none", "full"] | None, typer.Option(help="Activation recomputation; default full, or the preset's.")
     ] = None,
-    offload: Annotated[bool, typer.Option("--offload", help="Optimizer state in host memory.")] = False,
+    offload: Annotated[
+        bool | None,
+        typer.Option("--offload/--no-offload", help="Optimizer state in host memory; default no, or the preset's."),
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Topologies to list.")] = 12,
     as_json: Json = False,
 ) -> None:

@@ -11,7 +11,9 @@ from rich.table import Table
 from glm5_next.launchers import tiny_task
 from glm5_next.launchers.config import RunConfig, describe, load_run_config
 from glm5_next.launchers.cpu_process import use_cpu
+from glm5_next.launchers.presets import find_preset
 from glm5_next.launchers.presets import preset as preset_values
+from glm5_next.plugins.config import Glm5NextConfig
 
 console = Console(highlight=False, soft_wrap=True)
 
@@ -33,23 +35,34 @@ def resume(run_dir: Path, overrides: list[str]) -> bool:
 
 
 def dry_run(preset: str | None, config: Path | None, overrides: list[str]) -> bool:
-    """Checks settings and inputs and prints what would run."""
+    """Prints settings and plan, then checks the inputs and says what they are."""
     run = _settings(preset, config, overrides)
+    console.print(describe(run), markup=False)
     from glm5_next.launchers.runtime.preflight import check_inputs
 
+    print_plan(run, _model(run, preset))
+    if not run.model.checkpoint.exists() and _is_for_a_cluster(preset):
+        raise ValueError(
+            f"model.checkpoint: {run.model.checkpoint} does not exist; glm5-next prepare --preset {preset} makes it"
+        )
     inputs = check_inputs(run)
-    console.print(describe(run), markup=False)
-    model, topology = inputs.checkpoint.config, run.parallel.topology()
-    table = Table("rank", "pipeline stage: layers", "experts", title="plan")
-    stages = topology.layers_per_stage(model.num_layers)
-    for rank in range(topology.world_size):
-        stage = rank * topology.pp // topology.world_size
-        layers = "; ".join(_span(stages[stage + chunk * topology.pp]) for chunk in range(topology.vpp or 1))
-        table.add_row(str(rank), f"{stage}: {layers}", f"{model.num_experts // topology.ep} of {model.num_experts}")
-    console.print(table)
     console.print(f"longest prompt: {inputs.longest_prompt} tokens; {len(inputs.heldout)} held-out prompts")
     _say_baselines(run)
     return True
+
+
+def print_plan(run: RunConfig, model: Glm5NextConfig) -> None:
+    """Which layers and experts every trainer rank holds; ranks that hold the same number of them in one line."""
+    topology = run.parallel.topology()
+    topology.check_model(model)
+    table = Table("ranks", "pipeline stage: layers", "experts a rank", title="plan")
+    stages = topology.layers_per_stage(model.num_layers)
+    size = topology.world_size // topology.pp
+    for stage in range(topology.pp):
+        ranks = f"{stage * size}-{(stage + 1) * size - 1}" if size > 1 else str(stage)
+        layers = "; ".join(_span(stages[stage + chunk * topology.pp]) for chunk in range(topology.vpp or 1))
+        table.add_row(ranks, f"{stage}: {layers}", f"{model.num_experts // topology.ep} of {model.num_experts}")
+    console.print(table)
 
 
 def tiny_checkpoint(out: Path, *, seed: int, warm_up_steps: int, sizes: dict[str, Any]) -> None:
@@ -101,6 +114,17 @@ def _settings(preset: str | None, config: Path | None, overrides: list[str]) -> 
     if preset is None and config is None:
         raise ValueError("train needs --preset NAME or --config FILE (try: glm5-next train --preset tiny)")
     return load_run_config(config, None if preset is None else preset_values(preset), overrides)
+
+
+def _is_for_a_cluster(preset: str | None) -> bool:
+    return preset is not None and find_preset(preset).cluster is not None
+
+
+def _model(run: RunConfig, preset: str | None) -> Glm5NextConfig:
+    """What the checkpoint describes, or what a cluster's preset is for where there is none yet."""
+    if preset is not None and _is_for_a_cluster(preset) and not run.model.checkpoint.exists():
+        return find_preset(preset).released_model()
+    return Glm5NextConfig.from_hf(run.model.checkpoint)
 
 
 def _warm_up(source: Path, out: Path, *, steps: int, seed: int) -> None:

@@ -189,6 +189,11 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
             "model.precision is 'bf16' but parallel.distributed_optimizer is false: a bf16 model keeps some parameters in "
             "fp32, and Megatron's plain optimizer cannot save such a mix"
         )
+    if optimizer.offload and not config.parallel.distributed_optimizer:
+        yield (
+            "optimizer.offload is true but parallel.distributed_optimizer is false: Megatron offloads the distributed "
+            "optimizer only"
+        )
     if grpo.is_low > grpo.is_high:
         yield f"grpo.is_low ({grpo.is_low}) exceeds grpo.is_high ({grpo.is_high})"
     if optimizer.min_lr > optimizer.lr:

@@ -128,6 +128,7 @@ class OptimizerSection(Section):
     clip_grad: float = Field(default=1.0, ge=0, description="largest gradient norm; 0 does not clip")
     schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="of the learning rate")
     warmup_steps: int = Field(default=0, ge=0, description="steps over which the learning rate rises from 0")
+    offload: bool = Field(default=False, description="keep the optimizer's state in host memory and update there")
 
     @field_validator("betas")
     @classmethod

@@ -53,7 +53,11 @@ def judge_preset(source: Path | None, name: str, workload: dict[str, Any], *, as
     topology.check_model(config)
     train = preset.values["train"]
     given = {key: value for key, value in workload.items() if value is not None}
-    defaults = {"tokens": train["tokens_per_micro_batch"], "recompute": train["recompute"]}
+    defaults = {
+        "tokens": train["tokens_per_micro_batch"],
+        "recompute": train["recompute"],
+        "offload": preset.values["optimizer"].get("offload", False),
+    }
     work = _workload(defaults | given)
     chosen = candidate(config, topology, preset.cluster, work)
     lacks = what_it_lacks(chosen)

@@ -41,13 +41,19 @@ class Preset:
 
 
 def _full_size(ranks: int, tp: int, pp: int, ep: int) -> dict[str, Any]:
-    """GRPO on the released model: competition mathematics with long answers."""
+    """GRPO on the released model: competition mathematics with long answers, 64 samples an update."""
     return {
         "model": {"checkpoint": "GLM-5.3-Flash", "precision": "bf16"},
         "parallel": {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
         "data": {"prompts": "dapo-math-17k.jsonl", "reward": "math"},
-        "rollout": {"prompts_per_step": 64, "samples_per_prompt": 8, "max_new_tokens": 32768},
-        "optimizer": {"lr": 1e-6, "betas": [0.9, 0.98], "weight_decay": 0.1, "schedule": "constant"},
+        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 32768},
+        "optimizer": {
+            "lr": 1e-6,
+            "betas": [0.9, 0.98],
+            "weight_decay": 0.1,
+            "schedule": "constant",
+            "offload": True,
+        },
         "replay": {"routing": "engine"},
         "train": {"steps": 200, "tokens_per_micro_batch": 34816, "recompute": "full", "checkpoint_every": 20},
     }
@@ -57,7 +63,7 @@ def _slice(ranks: int, ep: int) -> dict[str, Any]:
     """The same on the first four layers, to try an installation: three KDA layers and a sparse one, all experts."""
     values = _full_size(ranks, tp=1, pp=1, ep=ep)
     values["model"] = {"checkpoint": "GLM-5.3-Flash-4-layers", "precision": "bf16"}
-    values["rollout"] |= {"prompts_per_step": 8, "max_new_tokens": 1024}
+    values["rollout"] |= {"max_new_tokens": 1024}
     values["train"] |= {"steps": 10, "tokens_per_micro_batch": 8192, "checkpoint_every": 0}
     return values
 

@@ -50,12 +50,10 @@ def start_ranks(topology: Topology, rank: int, store: dist.Store, *, on_cpu: boo
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
 
 
-def build_optimizer(
-    run: RunConfig, chunks: Sequence[DistributedDataParallel]
-) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """Megatron's AdamW with gradient clipping, and its learning-rate schedule counted in optimizer steps."""
+def optimizer_config(run: RunConfig) -> OptimizerConfig:
+    """The run's optimizer settings in Megatron's words."""
     settings = run.optimizer
-    config = OptimizerConfig(
+    return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
         min_lr=settings.min_lr,
@@ -67,7 +65,24 @@ def build_optimizer(
         bf16=run.model.precision == "bf16",
         params_dtype=torch.bfloat16 if run.model.precision == "bf16" else torch.float32,
         use_distributed_optimizer=run.parallel.distributed_optimizer,
+        optimizer_cpu_offload=settings.offload,
+        optimizer_offload_fraction=1.0 if settings.offload else 0.0,
+        # The offloading optimizer is only reached through this path (Megatron's own arguments insist on it).
+        use_precision_aware_optimizer=settings.offload,
     )
+
+
+def build_optimizer(
+    run: RunConfig, chunks: Sequence[DistributedDataParallel]
+) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
+    """Megatron's AdamW with gradient clipping, and its learning-rate schedule counted in optimizer steps.
+
+    Raises ValueError for `optimizer.offload` without a GPU.
+    """
+    settings = run.optimizer
+    if settings.offload and not torch.cuda.is_available():
+        raise ValueError("optimizer.offload is true, but there is no GPU to relieve: set it to false on a CPU")
+    config = optimizer_config(run)
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         overrides |= FP32_APART

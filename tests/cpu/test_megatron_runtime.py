@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from glm5_next.launchers.config import RunConfig, load_run_config
-from glm5_next.launchers.runtime.megatron import build_optimizer, check_gradients_are_reset, reset_gradients
+from glm5_next.launchers.runtime.megatron import (
+    build_optimizer,
+    check_gradients_are_reset,
+    optimizer_config,
+    reset_gradients,
+)
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import megatron_config
 from glm5_next.plugins.topology import Topology
@@ -161,3 +166,20 @@ def test_one_value_in_one_buffer_is_enough(trained):
     these[0].buffers[-1].grad_data[-1] = 1e-30
     with pytest.raises(RuntimeError, match="gradients would add up"):
         check_gradients_are_reset(these)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_optimizers_place_reaches_megatron(offload):
+    config = optimizer_config(settings(optimizer__offload=offload, parallel__distributed_optimizer=True))
+    assert config.optimizer_cpu_offload is offload and config.optimizer_offload_fraction == float(offload)
+    assert config.use_precision_aware_optimizer is offload
+
+
+def test_offloading_without_a_gpu_is_refused():
+    with pytest.raises(ValueError, match=r"optimizer\.offload is true, but there is no GPU"):
+        build_optimizer(settings(optimizer__offload=True), chunks())
+
+
+def test_offloading_takes_the_distributed_optimizer():
+    with pytest.raises(ValueError, match=r"optimizer\.offload.*parallel\.distributed_optimizer"):
+        settings(optimizer__offload=True, parallel__distributed_optimizer=False)
