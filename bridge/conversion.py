@@ -42,7 +42,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """`is_finished` is False if other processes still have pieces to write. `passed_through`: kind -> tensors."""
+    """`is_finished` is False if other processes still have pieces to write. `passed_through`: kind -> tensor names."""
 
     out: Path
     is_finished: bool
@@ -55,7 +55,7 @@ class Report:
     budget: int
     predicted_peak: int
     measured_peak: int
-    passed_through: dict[str, int]
+    passed_through: dict[str, list[str]]
 
     @property
     def gb_per_second(self) -> float:
@@ -79,6 +79,19 @@ class Buffers(threading.local):
         if size == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         return torch.frombuffer(held.numpy(), dtype=dtype, count=size // dtype.itemsize).view(tuple(shape))
+
+
+def in_pieces[T](items: Iterable[T], num_bytes: Callable[[T], int]) -> list[list[T]]:
+    """Items in order, in runs of at most PIECE_BYTES (or one item)."""
+    pieces: list[list[T]] = [[]]
+    size = 0
+    for item in items:
+        if size and size + num_bytes(item) > PIECE_BYTES:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(item)
+        size += num_bytes(item)
+    return pieces
 
 
 def largest_group(sizes: Iterable[tuple[str, int]]) -> int:
@@ -107,7 +120,7 @@ def convert(
     per_worker: int,
     shared: int,
     group_bytes: int,
-    passed_through: dict[str, int],
+    passed_through: dict[str, list[str]],
 ) -> Report:
     """Writes the pieces of an output that are not there yet, `piece_sizes[number]` bytes each, and completes it.
 

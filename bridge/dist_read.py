@@ -8,7 +8,6 @@ import io
 import math
 import os
 import pickle
-import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from glm5_next.bridge.checkpoint import as_bytes
 from glm5_next.bridge.dist_names import Region
 from glm5_next.bridge.shards import transfer
+from glm5_next.bridge.torch_file import FilePart, data_begin
 
 METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -95,8 +95,35 @@ class DistCheckpoint:
                 found += math.prod(size)
                 part = target[tuple(slice(b - o, b - o + n) for b, o, n in zip(start, region.offset, size))]
                 _read_box(block, self.dtypes[region.key], [b - o for b, o in zip(start, block.offset)], size, part)
-        if found != out.numel():
-            raise ValueError(f"{self.folder}: {region.key}: {found} of {out.numel()} values of {region.hf} are there")
+        self._check_found(region, found)
+
+    def spans(self, region: Region) -> list[tuple[Path, int, int]] | None:
+        """The region as (file, begin, bytes) in order, if every block holds whole rows of it; None if not."""
+        dtype, dim = self.dtypes[region.key], region.row_dim
+        row_bytes, found, spans = math.prod(region.inner_shape) * dtype.itemsize, 0, []
+        for block in sorted(self.blocks[region.key], key=lambda block: block.offset):
+            box = _overlap(region, block)
+            if box is None:
+                continue
+            start, size = box
+            if block.shape[dim + 1 :] != region.inner_shape:
+                return None
+            found += math.prod(size)
+            row = math.prod(block.shape[dim : dim + 1]) * sum(b - o for b, o in zip(start[:dim], block.offset))
+            row += start[dim] - block.offset[dim]
+            spans.append((block.file, _rows_begin(block, dtype) + row * row_bytes, size[dim] * row_bytes))
+        self._check_found(region, found)
+        return spans
+
+    def _check_found(self, region: Region, found: int) -> None:
+        wanted = math.prod(region.shape)
+        if found != wanted:
+            raise ValueError(f"{self.folder}: {region.key}: {found} of {wanted} values of {region.hf} are there")
+
+
+def _rows_begin(block: SavedBlock, dtype: torch.dtype) -> int:
+    with block.file.open("rb", buffering=0) as file:
+        return _values_begin(file.fileno(), block, dtype)
 
 
 def _overlap(region: Region, block: SavedBlock) -> tuple[list[int], list[int]] | None:
@@ -115,7 +142,7 @@ def _read_box(block: SavedBlock, dtype: torch.dtype, start: Sequence[int], size:
     box = out if direct else torch.empty(tuple(size), dtype=dtype)
     memory, at = as_bytes(box.view(-1)), 0
     with block.file.open("rb", buffering=0) as file:
-        begin = _data_begin(file, block, dtype)
+        begin = _values_begin(file.fileno(), block, dtype)
         for offset, length in _runs(block.shape, start, size):
             run = memory[at : at + length * dtype.itemsize]
             position = begin + offset * dtype.itemsize
@@ -137,47 +164,21 @@ def _runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> It
         yield sum(i * stride for i, stride in zip((*index, *start[last:]), strides)), length
 
 
-def _data_begin(file: io.FileIO, block: SavedBlock, dtype: torch.dtype) -> int:
-    """Where the values of a torch.save begin in the file; checks that they are this block, row by row, and nothing else."""
-    view = io.BufferedReader(_FilePart(file, block.begin, block.length))
+def _values_begin(file: int, block: SavedBlock, dtype: torch.dtype) -> int:
+    """Where a block's values begin; checks that they are its values, row by row, and nothing else."""
     try:
         with torch.serialization.skip_data():
-            tensor = torch.load(view, map_location="cpu", weights_only=True)
-        records = [info for info in zipfile.ZipFile(view).infolist() if info.filename.endswith("/data/0")]
-    except (RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+            part = io.BufferedReader(FilePart(file, block.begin, block.length))
+            tensor = torch.load(part, map_location="cpu", weights_only=True)
+        begin = data_begin(file, block.begin, block.length)
+    except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
         raise ValueError(f"{block.file}: no tensor at byte {block.begin} ({error})") from None
     is_plain = isinstance(tensor, Tensor) and tensor.is_contiguous() and tensor.storage_offset() == 0
-    if not is_plain or tensor.dtype != dtype or tuple(tensor.shape) != block.shape or len(records) != 1:
+    if not is_plain or tensor.dtype != dtype or tuple(tensor.shape) != block.shape:
         raise ValueError(f"{block.file}: what lies at byte {block.begin} is not the {dtype} tensor {block.shape}")
-    (record,) = records
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != tensor.nbytes:
-        raise ValueError(f"{block.file}: the tensor at byte {block.begin} is not stored as its plain values")
-    header = os.pread(file.fileno(), 30, block.begin + record.header_offset)
-    names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-    return block.begin + record.header_offset + 30 + names
-
-
-class _FilePart(io.RawIOBase):
-    """Bytes begin.. of an open file as a file of their own."""
-
-    def __init__(self, file: io.FileIO, begin: int, length: int):
-        self.file, self.begin, self.length, self.position = file, begin, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self.position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.length}[whence]
-        return self.position
-
-    def readinto(self, buffer: Any) -> int:
-        count = max(0, min(len(buffer), self.length - self.position))
-        count = os.preadv(self.file.fileno(), [memoryview(buffer)[:count]], self.begin + self.position) if count else 0
-        self.position += count
-        return count
+    if begin + tensor.nbytes > block.begin + block.length:
+        raise ValueError(f"{block.file}: the tensor at byte {block.begin} is longer than its place")
+    return begin
 
 
 class _MetadataUnpickler(pickle.Unpickler):

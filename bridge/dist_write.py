@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from glm5_next.bridge.dist_names import Region
+from glm5_next.bridge.shards import copy_range
+from glm5_next.bridge.torch_file import data_begin
 
 BLOCK_BYTES = 64 * 2**20  # a block is read whole by whoever needs a part of it
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -57,7 +59,7 @@ def file_name(piece: int) -> str:
     return f"__{piece}_0.distcp"
 
 
-def write_tensor(file: io.BufferedWriter, block: Tensor) -> tuple[int, int]:
+def write_tensor(file: io.BufferedRandom, block: Tensor) -> tuple[int, int]:
     """Appends a block that fills its storage; returns its place, (offset, length)."""
     assert block.untyped_storage().nbytes() == block.nbytes, "a view would save the memory around it"
     offset = file.tell()
@@ -65,7 +67,22 @@ def write_tensor(file: io.BufferedWriter, block: Tensor) -> tuple[int, int]:
     return offset, file.tell() - offset
 
 
-def write_object(file: io.BufferedWriter, value: Any) -> tuple[int, int]:
+def write_copy(file: io.BufferedRandom, like: Tensor, source: int, begin: int, what: str) -> tuple[int, int]:
+    """Appends a block with the shape and dtype of `like`, whose bytes are those from `begin` on of an open file.
+
+    torch.save leaves room for the values, the kernel copies them: they never pass through this process.
+    """
+    offset = file.tell()
+    with torch.serialization.skip_data():
+        torch.save(like, file)
+    length = file.tell() - offset
+    file.flush()
+    at = data_begin(file.fileno(), offset, length)
+    copy_range(source, begin, file.fileno(), at, like.nbytes, what)
+    return offset, length
+
+
+def write_object(file: io.BufferedRandom, value: Any) -> tuple[int, int]:
     """Appends what Megatron calls a sharded object; returns its place."""
     offset = file.tell()
     torch.save([value], file)

@@ -104,7 +104,7 @@ def copy_tensor(shards: ShardWriter, name: str, source: Checkpoint, source_name:
     source_name = source_name or name
     planned, stored = _planned(shards, name), source.stored(source_name)
     if planned.dtype == stored.dtype:
-        shards.write(name, source.raw_bytes(source_name))
+        shards.copy(name, [(source.folder / stored.file, stored.begin, stored.end - stored.begin)])
     else:
         shards.write(name, (as_bytes(piece) for piece in _values(source, source_name, TORCH_DTYPES[planned.dtype])))
 

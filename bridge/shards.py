@@ -4,6 +4,7 @@ Nothing here trusts a file: a header is checked against the size of its file bef
 JSON is parsed. Layout: 8 bytes with the header's length, the header (JSON), then the tensors without gaps.
 """
 
+import errno
 import json
 import math
 import os
@@ -21,6 +22,9 @@ SINGLE_FILE = "model.safetensors"
 SHARD_NAME = re.compile(r"[A-Za-z0-9][\w.-]*\.safetensors", re.ASCII)
 MAX_JSON_BYTES = 100_000_000  # the safetensors library's own limit for a header
 MAX_DIMS = 16
+# copy_file_range between these file systems is not possible.
+NOT_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+COPY_BYTES = 4 * 2**20  # at a time, where a copy has to pass through memory
 ITEM_SIZE = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
     **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
@@ -175,6 +179,22 @@ def plan_shard(file: str, tensors: Mapping[str, TensorInfo], metadata: Mapping[s
     return ShardPlan(file, header, stored)
 
 
+def plan_shards(tensors: Mapping[str, TensorInfo], num_shards: int) -> list[ShardPlan]:
+    """Cuts the tensors, in name order, into shards of about equal size; inside a shard wide dtypes come first."""
+    sizes = {name: math.prod(info.shape) * ITEM_SIZE[info.dtype] for name, info in sorted(tensors.items())}
+    total, before = sum(sizes.values()), 0
+    groups: dict[int, list[str]] = {}
+    for name, size in sizes.items():
+        groups.setdefault(before * num_shards // total, []).append(name)
+        before += size
+    plans = []
+    for number, names in enumerate(groups.values(), start=1):
+        ordered = sorted(names, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
+        file = SINGLE_FILE.replace(".", f"-{number:05}-of-{len(groups):05}.", 1)
+        plans.append(plan_shard(file, {name: tensors[name] for name in ordered}, {"format": "pt"}))
+    return plans
+
+
 def create_shards(folder: Path, plans: Iterable[ShardPlan]) -> None:
     """Creates files of full size with their headers; what is there already keeps its tensors, whoever made it."""
     for plan in plans:
@@ -196,11 +216,7 @@ class ShardWriter:
 
     def write(self, name: str, pieces: Iterable[Any]) -> None:
         """Writes a tensor's bytes, given as byte buffers in order. Raises ValueError if unknown, repeated or of other size."""
-        if name not in self.tensors:
-            raise ValueError(f"{name}: the checkpoint has no such tensor")
-        if name in self.written:
-            raise ValueError(f"{name}: written twice")
-        stored = self.tensors[name]
+        stored = self._take(name)
         position = stored.begin
         with (self.folder / stored.file).open("r+b", buffering=0) as file:
             for piece in pieces:
@@ -209,6 +225,30 @@ class ShardWriter:
                     raise ValueError(f"{name}: more than the planned {stored.end - stored.begin} bytes were given")
                 transfer(lambda part, at: os.pwrite(file.fileno(), part, at), view, position, name)
                 position += len(view)
+        self._finished(name, position)
+
+    def copy(self, name: str, spans: Iterable[tuple[Path, int, int]]) -> None:
+        """Writes a tensor from (file, begin, bytes) spans of other files. Raises ValueError as `write` does."""
+        stored = self._take(name)
+        position = stored.begin
+        with (self.folder / stored.file).open("r+b", buffering=0) as target:
+            for path, begin, count in spans:
+                if position + count > stored.end:
+                    raise ValueError(f"{name}: more than the planned {stored.end - stored.begin} bytes were given")
+                with path.open("rb", buffering=0) as source:
+                    copy_range(source.fileno(), begin, target.fileno(), position, count, f"{path}: tensor {name!r}")
+                position += count
+        self._finished(name, position)
+
+    def _take(self, name: str) -> Stored:
+        if name not in self.tensors:
+            raise ValueError(f"{name}: the checkpoint has no such tensor")
+        if name in self.written:
+            raise ValueError(f"{name}: written twice")
+        return self.tensors[name]
+
+    def _finished(self, name: str, position: int) -> None:
+        stored = self.tensors[name]
         if position != stored.end:
             raise ValueError(f"{name}: {position - stored.begin} of {stored.end - stored.begin} bytes were given")
         self.written.add(name)
@@ -225,6 +265,23 @@ def transfer(move: Callable[[memoryview, int], int], view: memoryview, position:
         if not (count := move(view, position)):
             raise ValueError(f"{what}: the file ends at byte {position}; it was changed after its header was read")
         view, position = view[count:], position + count
+
+
+def copy_range(source: int, begin: int, target: int, at: int, count: int, what: str) -> None:
+    """Copies bytes between open files, inside the kernel where the file systems can."""
+    while count:
+        try:
+            copied = os.copy_file_range(source, target, count, begin, at)
+        except OSError as error:
+            if error.errno not in NOT_IN_KERNEL:
+                raise
+            copied = min(count, COPY_BYTES)
+            view = memoryview(bytearray(copied))
+            transfer(lambda part, position: os.preadv(source, [part], position), view, begin, what)
+            transfer(partial(os.pwrite, target), view, at, what)
+        if not copied:
+            raise ValueError(f"{what}: the file ends at byte {begin}; it was changed after its header was read")
+        begin, at, count = begin + copied, at + copied, count - copied
 
 
 def shorten(names: Iterable[str], limit: int = 10) -> str:

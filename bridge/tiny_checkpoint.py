@@ -8,7 +8,6 @@ so that no operator can be left out unnoticed.
 import hashlib
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ import torch
 from glm5_next.bridge.checkpoint import TORCH_DTYPES, as_bytes
 from glm5_next.bridge.fp8 import quantize
 from glm5_next.bridge.hf_folder import check_space, staged_folder, write_index, write_json
-from glm5_next.bridge.name_map import LANGUAGE, SCALE_SUFFIX, TensorInfo, inventory
-from glm5_next.bridge.shards import ITEM_SIZE, SINGLE_FILE, ShardPlan, ShardWriter, create_shards, plan_shard
+from glm5_next.bridge.name_map import LANGUAGE, SCALE_SUFFIX, inventory
+from glm5_next.bridge.shards import ShardWriter, create_shards, plan_shards
 from glm5_next.bridge.tiny_config import TinyModel, composite_config
 from glm5_next.bridge.tiny_tokenizer import END_TOKENS, TOKEN_IDS, write_tokenizer
 from glm5_next.plugins.config import Glm5NextConfig
@@ -52,7 +51,7 @@ def write_tiny_checkpoint(
     """
     model = TinyModel(**sizes)
     raw_config = composite_config(model)
-    plans = _plan_shards(inventory(Glm5NextConfig.from_hf(raw_config)), model.shards)
+    plans = plan_shards(inventory(Glm5NextConfig.from_hf(raw_config)), model.shards)
     with staged_folder(out) as folder:
         check_space(Path(out), sum(plan.num_bytes for plan in plans))
         create_shards(folder, plans)
@@ -82,22 +81,6 @@ def _draw(name: str, shape: tuple[int, ...], seed: int, spread: float, stream_sc
     normal = np.random.default_rng(list(digest)).standard_normal(shape, dtype=np.float32)
     scale = stream_scale if STREAM_WRITERS.fullmatch(name) else 1.0
     return torch.from_numpy(normal).mul_(deviation * spread).add_(centre).mul_(scale)
-
-
-def _plan_shards(tensors: Mapping[str, TensorInfo], num_shards: int) -> list[ShardPlan]:
-    """Cuts the tensors, in name order, into shards of about equal size; inside a shard wide dtypes come first."""
-    sizes = {name: math.prod(info.shape) * ITEM_SIZE[info.dtype] for name, info in sorted(tensors.items())}
-    total, before = sum(sizes.values()), 0
-    groups: dict[int, list[str]] = {}
-    for name, size in sizes.items():
-        groups.setdefault(before * num_shards // total, []).append(name)
-        before += size
-    plans = []
-    for number, names in enumerate(groups.values(), start=1):
-        ordered = sorted(names, key=lambda name: (-ITEM_SIZE[tensors[name].dtype], name))
-        file = SINGLE_FILE.replace(".", f"-{number:05}-of-{len(groups):05}.", 1)
-        plans.append(plan_shard(file, {name: tensors[name] for name in ordered}, {"format": "pt"}))
-    return plans
 
 
 def _write_other_files(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from glm5_next.bridge.checkpoint import TORCH_DTYPES, Checkpoint, as_bytes
-from glm5_next.bridge.conversion import PIECE_BYTES, Buffers, Options, Report, convert, input_files, largest_group
+from glm5_next.bridge.conversion import Buffers, Options, Report, convert, in_pieces, input_files, largest_group
 from glm5_next.bridge.dist_names import Region, regions
 from glm5_next.bridge.dist_read import DistCheckpoint
 from glm5_next.bridge.dist_write import BLOCK_BYTES, cut
@@ -53,7 +53,7 @@ def to_hf(
     has_mtp = _check(dist, source)
     plans = plan_folder(source, dtype)
     units = _units(dist, source, plans, dtype, has_mtp)
-    pieces = list(_pieces(units))
+    pieces = in_pieces(units, lambda unit: unit.num_bytes)
     settings = {
         "conversion": "Megatron to Hugging Face",
         "checkpoint": str(dist.folder.resolve()),
@@ -82,7 +82,7 @@ def to_hf(
         per_worker=_per_worker(units),
         shared=2 * STAGING_BYTES,
         group_bytes=largest_group((unit.names[0], unit.num_bytes) for unit in units),
-        passed_through={kind: len(names) for kind, names in passed_through(source.config, mtp=has_mtp).items()},
+        passed_through=passed_through(source.config, mtp=has_mtp),
     )
 
 
@@ -123,23 +123,27 @@ def _units(
     return sorted(units, key=lambda unit: (places[unit.names[0]].file, places[unit.names[0]].begin))
 
 
-def _pieces(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    piece: list[Unit] = []
-    size = 0
-    for unit in units:
-        if size and size + unit.num_bytes > PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-        piece.append(unit)
-        size += unit.num_bytes
-    yield piece
-
-
 def _write(unit: Unit, shards: ShardWriter, dist: DistCheckpoint, source: Checkpoint, buffers: Buffers) -> None:
     if not unit.regions:
         for name in unit.names:
             copy_tensor(shards, name, source)
-        return
+    elif not _copy(unit, shards, dist):
+        _write_values(unit, shards, dist, buffers)
+
+
+def _copy(unit: Unit, shards: ShardWriter, dist: DistCheckpoint) -> bool:
+    """Copies a tensor's bytes between the files; False if its dtype changes or TP ranks have cut its rows."""
+    dtype = TORCH_DTYPES[shards.tensors[unit.names[0]].dtype]
+    if any(dist.dtypes[region.key] != dtype for region in unit.regions):
+        return False
+    spans = [dist.spans(region) for region in unit.regions]
+    if any(span is None for span in spans):
+        return False
+    shards.copy(unit.names[0], [part for span in spans for part in span or ()])
+    return True
+
+
+def _write_values(unit: Unit, shards: ShardWriter, dist: DistCheckpoint, buffers: Buffers) -> None:
     name, *scale_name = unit.names
     scales: list[torch.Tensor] = []
 

@@ -1,6 +1,7 @@
 """Hugging Face folder -> Megatron distributed checkpoint that any layout of ranks can load."""
 
 import hashlib
+import io
 import json
 import math
 import os
@@ -9,14 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from glm5_next.bridge.checkpoint import Checkpoint
-from glm5_next.bridge.conversion import PIECE_BYTES, Buffers, Options, Report, convert, input_files, largest_group
+from torch import Tensor
+
+from glm5_next.bridge.checkpoint import TORCH_DTYPES, Checkpoint
+from glm5_next.bridge.conversion import Buffers, Options, Report, convert, in_pieces, input_files, largest_group
 from glm5_next.bridge.dist_names import COMMON_STATE, Region, extra_state, regions
 from glm5_next.bridge.dist_write import (
     DTYPES,
     cut,
     file_name,
     without_checksums,
+    write_copy,
     write_metadata,
     write_object,
     write_tensor,
@@ -51,7 +55,7 @@ def to_megatron(
     """
     checkpoint.check_inventory()
     config = checkpoint.config
-    pieces = list(_pieces(config, precision))
+    pieces = in_pieces(_blocks(config, precision), lambda block: block.num_bytes)
     settings = {
         "conversion": "Hugging Face to Megatron",
         "source": str(checkpoint.folder.resolve()),
@@ -82,26 +86,20 @@ def to_megatron(
             group_bytes=largest_group(
                 (block.region.hf, block.num_bytes) for piece in pieces for block in piece if block.region
             ),
-            passed_through={kind: len(names) for kind, names in passed_through(config, mtp=True).items()},
+            passed_through=passed_through(config, mtp=True),
         )
 
 
-def _pieces(config: Glm5NextConfig, precision: str) -> Iterator[list[Block]]:
-    """The blocks of every file, in model order."""
-    piece, size = [Block(COMMON_STATE)], 0
+def _blocks(config: Glm5NextConfig, precision: str) -> Iterator[Block]:
+    """Everything that is written, in model order."""
+    yield Block(COMMON_STATE)
     for entry in model_tensors(config, mtp=True):
         dtype = "float32" if entry.row.fp32_in_model else precision
         if state := extra_state(entry, config):
-            piece.append(Block(state))
+            yield Block(state)
         for region in regions(entry, config):
             for part in cut(region, DTYPES[dtype].itemsize):
-                block = Block(part.key, dtype, part)
-                if size and size + block.num_bytes > PIECE_BYTES:
-                    yield piece
-                    piece, size = [], 0
-                piece.append(block)
-                size += block.num_bytes
-    yield piece
+                yield Block(part.key, dtype, part)
 
 
 def _per_worker(pieces: list[list[Block]]) -> int:
@@ -116,17 +114,15 @@ def _write_piece(
     name = file_name(number)
     record: dict[str, Any] = {}
     temporary = folder / f".{name}.tmp"
-    with temporary.open("wb") as file:
+    with temporary.open("w+b") as file:
         for block in piece:
             region = block.region
             if region is None:
                 place = write_object(file, {} if block.key == COMMON_STATE else None)
                 record[block.key] = {"place": [name, *place]}
                 continue
-            values = buffers.take(region.shape, DTYPES[block.dtype])
-            read_values(checkpoint, region.hf, values.view(region.num_rows, *region.inner_shape), row=region.row)
             content = record.setdefault(block.key, {"dtype": block.dtype, "size": region.whole, "blocks": []})
-            place = write_tensor(file, values)
+            place = _write_block(checkpoint, file, region, buffers.take(region.shape, DTYPES[block.dtype]))
             content["blocks"].append({"offset": region.offset, "shape": region.shape, "place": [name, *place]})
             progress(block.num_bytes)
         file.flush()
@@ -134,6 +130,19 @@ def _write_piece(
     temporary.rename(folder / name)
     flush(folder)
     return record
+
+
+def _write_block(checkpoint: Checkpoint, file: io.BufferedRandom, region: Region, block: Tensor) -> tuple[int, int]:
+    """Appends a region to a file, by way of `block` only if its values change."""
+    stored = checkpoint.stored(region.hf)
+    if TORCH_DTYPES[stored.dtype] != block.dtype:
+        read_values(checkpoint, region.hf, block.view(region.num_rows, *region.inner_shape), row=region.row)
+        return write_tensor(file, block)
+    row_bytes = math.prod(region.inner_shape) * block.itemsize
+    path = checkpoint.folder / stored.file
+    with path.open("rb", buffering=0) as source:
+        begin = stored.begin + region.row * row_bytes
+        return write_copy(file, block, source.fileno(), begin, f"{path}: tensor {region.hf!r}")
 
 
 def _merged(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,12 @@
 """Compares two Hugging Face checkpoint folders: names, dtypes, shapes, bits, and the files beside the tensors."""
 
 import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from glm5_next.bridge.checkpoint import TORCH_DTYPES, Checkpoint
@@ -60,15 +63,28 @@ class Comparison:
         ]
 
 
-def compare(a: str | Path | Checkpoint, b: str | Path | Checkpoint) -> Comparison:
-    """Compares two checkpoint folders, reading both in pieces. How tensors are spread over shards does not count.
+def compare(
+    a: str | Path | Checkpoint,
+    b: str | Path | Checkpoint,
+    *,
+    workers: int = 1,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Comparison:
+    """Compares two checkpoint folders, reading both in pieces in `workers` threads; `on_bytes` hears of progress in a.
 
-    Raises ValueError if one of them cannot be opened.
+    How tensors are spread over shards does not count. Raises ValueError if one of the folders cannot be opened.
     """
     first, second = (x if isinstance(x, Checkpoint) else Checkpoint(x) for x in (a, b))
     both = [name for name in first.tensors if name in second.tensors]
     pairs = [(name, first.tensors[name], second.tensors[name]) for name in both]
-    differences = (_compare_values(first, second, name) for name, x, y in pairs if x.shape == y.shape)
+
+    def one(name: str) -> ValueDifference:
+        difference = _compare_values(first, second, name)
+        on_bytes(first.tensors[name].end - first.tensors[name].begin)
+        return difference
+
+    with ThreadPoolExecutor(workers) as pool:
+        differences = list(pool.map(one, [name for name, x, y in pairs if x.shape == y.shape]))
     return Comparison(
         a=first.folder,
         b=second.folder,
@@ -86,7 +102,7 @@ def _compare_values(first: Checkpoint, second: Checkpoint, name: str) -> ValueDi
     dtypes = [TORCH_DTYPES[checkpoint.stored(name).dtype] for checkpoint in (first, second)]
     different, worst = 0, torch.zeros((), dtype=torch.float64)
     for pieces in zip(first.raw_bytes(name), second.raw_bytes(name), strict=True):
-        if dtypes[0] == dtypes[1] and pieces[0] == pieces[1]:
+        if dtypes[0] == dtypes[1] and np.array_equal(np.asarray(pieces[0]), np.asarray(pieces[1])):
             continue
         a, b = (torch.frombuffer(piece, dtype=dtype) for piece, dtype in zip(pieces, dtypes, strict=True))
         unequal = _unequal(a, b)

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glm5_next.launchers import cli_inspect
+from glm5_next.launchers import cli_bridge, cli_inspect
 from glm5_next.launchers.cli_errors import STOPPED, one_message_on_error
 
 app = typer.Typer(
@@ -17,6 +17,9 @@ app = typer.Typer(
 app.command()(cli_inspect.parity)
 app.command()(cli_inspect.audit)
 app.command()(cli_inspect.plan)
+app.command()(cli_bridge.convert)
+app.command("slice")(cli_bridge.slice_)
+app.command()(cli_bridge.verify)
 
 Overrides = Annotated[
     list[str] | None,
@@ -87,34 +90,3 @@ def tiny_checkpoint(
             "dense_layers": dense_layers,
         }
         commands.tiny_checkpoint(out, seed=seed, warm_up_steps=warm_up, sizes=sizes)
-
-
-@app.command()
-def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Hugging Face folder, or with --to-hf a checkpoint.")
-    ],
-    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")],
-    to_hf: Annotated[bool, typer.Option("--to-hf", help="Convert a Megatron checkpoint back.")] = False,
-    hf: Annotated[
-        Path | None, typer.Option(help="With --to-hf: where config and untrained tensors lie now, if they have moved.")
-    ] = None,
-) -> None:
-    """Convert a Hugging Face checkpoint to a Megatron distributed checkpoint, or back with --to-hf."""
-    with one_message_on_error():
-        from glm5_next.launchers import commands
-
-        commands.convert(source, out, to_hf=to_hf, hf=hf)
-
-
-@app.command()
-def verify(
-    a: Annotated[Path, typer.Argument(help="Hugging Face folder.")],
-    b: Annotated[Path, typer.Argument(help="Another one.")],
-) -> None:
-    """Compare two Hugging Face folders tensor by tensor: names, dtypes, shapes, bits, and the other files."""
-    with one_message_on_error():
-        from glm5_next.launchers import commands
-
-        equal = commands.verify(a, b)
-    raise typer.Exit(0 if equal else 1)

@@ -81,35 +81,6 @@ def tiny_checkpoint(out: Path, *, seed: int, warm_up_steps: int, sizes: dict[str
     console.print(f"wrote {out}")
 
 
-def convert(source: Path, out: Path, *, to_hf: bool, hf: Path | None) -> None:
-    """Hugging Face folder -> Megatron distributed checkpoint, or back."""
-    use_cpu()
-    from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
-
-    if to_hf:
-        megatron_to_hf(source, out, hf)
-    elif hf is not None:
-        raise ValueError("--hf goes with --to-hf")
-    else:
-        hf_to_megatron(source, out)
-    console.print(f"wrote {out}")
-
-
-def verify(a: Path, b: Path) -> bool:
-    """Prints the differences of two folders; returns whether there are none."""
-    from glm5_next.bridge.verify import compare
-
-    comparison = compare(a, b)
-    if comparison.equal:
-        console.print(f"equal: {comparison.num_tensors} tensors and all other files")
-        return True
-    table = Table("difference", "name", "detail")
-    for row in comparison.lines():
-        table.add_row(*row)
-    console.print(table)
-    return False
-
-
 def _settings(preset: str | None, config: Path | None, overrides: list[str]) -> RunConfig:
     if preset is None and config is None:
         raise ValueError("train needs --preset NAME or --config FILE (try: glm5-next train --preset tiny)")
