@@ -28,7 +28,6 @@ UNSUPPORTED = {
     "layernorm_zero_centered_gamma": False,
     "moe_expert_capacity_factor": None,  # replayed routes are not dropped
     "moe_z_loss_coeff": None,  # nor do they get this loss
-    "mtp_num_layers": None,
     "overlap_moe_expert_parallel_comm": False,  # schedules sublayers itself and would skip the hyper-connections
     "moe_shared_expert_overlap": False,
     "qk_layernorm": False,  # True sums complete gradients of anything named q_layernorm once more over TP
@@ -105,6 +104,12 @@ def check_supported(config: TransformerConfig) -> None:
                 f"recompute_modules {sorted(unknown)} would do nothing in GLM-5.3-Flash's layers; "
                 f"choose from {', '.join(RECOMPUTE_MODULES)}"
             )
+    model = getattr(config, "glm5_next", None)
+    if config.mtp_num_layers is not None and model is not None and config.mtp_num_layers != model.num_mtp_layers:
+        raise ValueError(
+            f"mtp_num_layers={config.mtp_num_layers}, but the checkpoint has {model.num_mtp_layers} "
+            "multi-token-prediction layers; use that number, or None to leave them untrained"
+        )
     if config.moe_router_topk == 1:
         raise ValueError(
             "num_experts_per_tok=1 is not supported: Megatron does not normalise the weight of a single expert, "
@@ -135,13 +140,15 @@ def megatron_config(
     """The configuration that `GPTModel` is built with.
 
     `dtype` is torch.float32 or torch.bfloat16; tensors that the model keeps in fp32 are so in both. `overrides` are
-    Megatron fields (recompute, finalisation hooks). Raises ValueError for what does not fit.
+    Megatron fields (recompute, finalisation hooks; `mtp_num_layers` builds the multi-token-prediction layers, on the last
+    pipeline stage). Raises ValueError for what does not fit.
     """
     topology.check_model(model)
     unknown = set(overrides) - {field.name for field in fields(Glm5NextTransformerConfig)}
     if unknown:
         raise ValueError(f"Megatron-Core's configuration has no field named {sorted(unknown)}")
-    settings = {**_architecture(model), **_parallelism(model, topology), **_numerics(dtype, on_cpu)}
+    num_mtp = overrides.get("mtp_num_layers") or 0
+    settings = {**_architecture(model), **_parallelism(model, topology, num_mtp), **_numerics(dtype, on_cpu)}
     if overrides.get("transformer_impl") == TRANSFORMER_ENGINE:
         if not installed("transformer_engine"):
             raise ValueError(
@@ -195,11 +202,11 @@ def _architecture(model: Glm5NextConfig) -> dict[str, Any]:
     }
 
 
-def _parallelism(model: Glm5NextConfig, topology: Topology) -> dict[str, Any]:
+def _parallelism(model: Glm5NextConfig, topology: Topology, num_mtp: int) -> dict[str, Any]:
     stages = topology.layers_per_stage(model.num_layers)
     layout = [["decoder"] * len(layers) for layers in stages]
     layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
+    layout[-1] += ["mtp"] * num_mtp + ["loss"]
     return {
         "tensor_model_parallel_size": topology.tp,
         "pipeline_model_parallel_size": topology.pp,

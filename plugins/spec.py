@@ -4,16 +4,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from glm5_next.plugins.config import AttentionKind, MlpKind
 from glm5_next.plugins.dsa import DsaAttention, DsaSubmodules
@@ -137,6 +147,34 @@ def stage_layers(config: Glm5NextTransformerConfig, vp_stage: int | None, pp_ran
     return list(range(first, first + get_num_layers_to_build(config, vp_stage, pp_rank)))
 
 
+def get_glm5_next_mtp_spec(config: Glm5NextTransformerConfig) -> MultiTokenPredictionBlockSubmodules | None:
+    """Megatron's multi-token-prediction block around sparse-attention and MoE layers of ours; None if there is none.
+
+    It starts from the trunk's output after the last norm, one stream wide. Inside is Megatron's own layer with plain
+    residuals: it hands no recorded routes to its router, so a layer number that the trunk has, too, does no harm.
+    """
+    if not config.mtp_num_layers:
+        return None
+    inner = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm,
+        self_attention=dsa_spec(config),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=RMSNorm,
+        mlp=moe_spec(config),
+        mlp_bda=get_bias_dropout_add,
+    )
+    inner.self_attention.params = {"attn_mask_type": AttnMaskType.causal}  # Megatron's block asks for it by name
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=RMSNorm,
+        hnorm=RMSNorm,
+        layer_norm=RMSNorm,
+        eh_proj=linears(config).column,
+        mtp_model_layer=ModuleSpec(module=TransformerLayer, submodules=inner),
+    )
+    specs = [ModuleSpec(module=MultiTokenPredictionLayer, submodules=layer)] * config.mtp_num_layers
+    return MultiTokenPredictionBlockSubmodules(layer_specs=specs)
+
+
 def build_gpt_model(
     config: Glm5NextTransformerConfig,
     *,
@@ -157,6 +195,7 @@ def build_gpt_model(
         share_embeddings_and_output_weights=False,
         position_embedding_type="none",
         vp_stage=vp_stage,
+        mtp_block_spec=get_glm5_next_mtp_spec(config),
     )
 
 

@@ -22,10 +22,11 @@ from tests.support.tiny import start_single_process
 CONFIG = Glm5NextConfig.from_hf(composite_config(TinyModel(layers=8, dense_layers=4, experts=3, vision=False)))
 
 
-def of_megatron(dtype: torch.dtype) -> tuple[set, set]:
+def of_megatron(dtype: torch.dtype, *, mtp: bool = False) -> tuple[set, set]:
     """Tensors and objects that `sharded_state_dict` names, on the meta device."""
     start_single_process()
-    config = megatron_config(CONFIG, Topology(), dtype=dtype, on_cpu=True, perform_initialization=False, bf16=False)
+    built = {"mtp_num_layers": CONFIG.num_mtp_layers if mtp else None, "perform_initialization": False, "bf16": False}
+    config = megatron_config(CONFIG, Topology(), dtype=dtype, on_cpu=True, **built)
     with torch.device("meta"):
         state = build_gpt_model(config).sharded_state_dict(metadata=METADATA)
     apply_factories(state)
@@ -47,9 +48,10 @@ def of_the_table(dtype: torch.dtype, *, mtp: bool) -> tuple[set, set]:
     return tensors, objects
 
 
+@pytest.mark.parametrize("mtp", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_every_tensor_has_the_key_place_shape_and_dtype_that_megatron_gives_it(dtype):
-    found, expected = of_the_table(dtype, mtp=False), of_megatron(dtype)
+def test_every_tensor_has_the_key_place_shape_and_dtype_that_megatron_gives_it(dtype, mtp):
+    found, expected = of_the_table(dtype, mtp=mtp), of_megatron(dtype, mtp=mtp)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == theirs, (sorted(ours - theirs)[:3], sorted(theirs - ours)[:3])
 

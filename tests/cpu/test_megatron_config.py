@@ -45,7 +45,6 @@ OTHER_VALUES = {
     "moe_expert_capacity_factor": 1.0,
     "moe_shared_expert_overlap": True,
     "moe_z_loss_coeff": 1e-3,
-    "mtp_num_layers": 1,
     "overlap_moe_expert_parallel_comm": True,
     "qk_layernorm": True,
     "softmax_scale": 0.1,
@@ -87,6 +86,12 @@ def test_virtual_stages_need_overlapped_point_to_point(p2p):
 def test_pipeline_stages_need_exchanged_shapes():
     assert build(PP2).variable_seq_lengths
     assert "variable_seq_lengths=True" in refusal(PP2, variable_seq_lengths=False)
+
+
+def test_another_number_of_mtp_layers_than_the_checkpoint_has_is_refused():
+    assert f"mtp_num_layers={MODEL.num_mtp_layers + 1}, but the checkpoint has" in refusal(
+        mtp_num_layers=MODEL.num_mtp_layers + 1
+    )
 
 
 def test_single_expert_per_token_is_refused():

@@ -38,6 +38,7 @@ class Case:
     dsa_layers: tuple[int, ...] | None = None  # default: every fourth, as released
     experts: int = 8
     swiglu_limit: float = 10.0
+    mtp: bool = False
     mlp_gain: float = 1.0
     small_streams: bool = False
     seed: int = 0
@@ -52,6 +53,7 @@ class Case:
             "intermediate_size": 96,
             "moe_intermediate_size": 32,
             "num_hidden_layers": self.layers,
+            "num_nextn_predict_layers": int(self.mtp),
             "num_attention_heads": 4,
             "num_key_value_heads": 4,
             "n_shared_experts": 1,
