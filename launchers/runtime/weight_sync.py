@@ -1,10 +1,12 @@
 """A new policy goes to the rollout engines, and is proved to have arrived."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Protocol
 
 from torch import Tensor
 
+from glm5_next.bridge.name_map import together
 from glm5_next.launchers.runtime.engine import Bucket
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 
@@ -50,14 +52,16 @@ def check_digests(sent: dict[str, str], held: dict[str, str], where: str) -> Non
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Cuts the stream into pieces of about `BUCKET_BYTES`; a tensor is never cut."""
+    """Cuts the stream into pieces of about `BUCKET_BYTES`, never inside a tensor or a group that servers fuse."""
     bucket: Bucket = []
     size = 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
+    for _, group in groupby(weights, key=lambda item: together(item[0])):
+        tensors = [(name, tensor.cpu()) for name, tensor in group]
+        added = sum(tensor.nbytes for _, tensor in tensors)
+        if bucket and size + added > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
-        bucket.append((name, tensor.cpu()))
-        size += tensor.nbytes
+        bucket += tensors
+        size += added
     if bucket:
         yield bucket

@@ -69,6 +69,22 @@ def test_buckets_of_any_size_hold_whole_tensors_in_order(monkeypatch, size):
         assert len(sink.buckets) >= len(weights) - 1
 
 
+def test_what_servers_fuse_is_never_cut(monkeypatch):
+    """Every tensor alone is larger than a bucket."""
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 1)
+    layer, fp8 = "model.language_model.layers.3.self_attn.", "_scale_inv"
+    groups = [
+        [layer + "q_a_proj.weight", layer + f"q_a_proj.weight{fp8}", layer + "kv_a_proj_with_mqa.weight"],
+        [layer + "o_proj.weight", layer + f"o_proj.weight{fp8}"],
+        [layer.replace("self_attn", f"mlp.experts.{7}") + f"{part}_proj.weight" for part in ("gate", "up")],
+        [layer.replace("self_attn", f"mlp.experts.{8}") + f"{part}_proj.weight" for part in ("gate", "up")],
+        [layer.replace("3", "4") + f"{part}_conv1d.weight" for part in "qkv"],
+    ]
+    sink = DictSink()
+    publish(((name, torch.ones(2)) for group in groups for name in group), [sink], 1)
+    assert [[name for name, _ in bucket] for bucket in sink.buckets] == groups
+
+
 def test_every_engine_is_opened_once_filled_and_closed_under_the_new_version(monkeypatch):
     monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 1)
     sinks = [DictSink(), DictSink()]
