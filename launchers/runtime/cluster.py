@@ -51,9 +51,8 @@ class Cluster:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                 )
-            self._reaper.watch()
             self._start()
-            self._reaper.watch()
+            self._reaper.all_started()
         except BaseException:
             self.__exit__(None, None, None)
             raise

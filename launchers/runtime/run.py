@@ -1,5 +1,7 @@
 """One training run from its settings to its results on disk: folders, signals, records, plots, export."""
 
+import fcntl
+import os
 import shutil
 import signal
 import time
@@ -50,11 +52,12 @@ def start_run(run: RunConfig, *, name: str) -> Outcome:
         )
     run_dir.mkdir(parents=True)
     write_atomic(run_dir / SETTINGS_FILE, describe(run).encode())
-    try:
-        return _run(run, inputs, run_dir, _first_state(run, inputs), checkpoint=None)
-    except ValueError:  # found by a rank or an engine: bad input leaves nothing behind
-        shutil.rmtree(run_dir)
-        raise
+    with _only_here(run_dir):
+        try:
+            return _run(run, inputs, run_dir, _first_state(run, inputs), checkpoint=None)
+        except ValueError:  # found by a rank or an engine: bad input leaves nothing behind
+            shutil.rmtree(run_dir)
+            raise
 
 
 def resume_run(run_dir: Path, overrides: list[str]) -> Outcome:
@@ -65,6 +68,11 @@ def resume_run(run_dir: Path, overrides: list[str]) -> Outcome:
     if not (run_dir / SETTINGS_FILE).is_file():
         raise ValueError(f"{run_dir / SETTINGS_FILE}: no such file; --resume takes the folder of a run")
     run_dir = run_dir.resolve()  # ranks and engines run elsewhere
+    with _only_here(run_dir):
+        return _resume_here(run_dir, overrides)
+
+
+def _resume_here(run_dir: Path, overrides: list[str]) -> Outcome:
     run = _with_absolute_paths(load_run_config(run_dir / SETTINGS_FILE, None, overrides))
     inputs = check_inputs(run)
     checkpoint = last_checkpoint(run_dir)
@@ -134,6 +142,22 @@ def _first_state(run: RunConfig, inputs: Inputs) -> RunState:
     return RunState(
         next_step=0, weights_version=0, prompt_cursor=0, seed=run.train.seed, prompts_digest=inputs.prompts_digest
     )
+
+
+@contextmanager
+def _only_here(run_dir: Path) -> Iterator[None]:
+    """Two processes that continue the same run would write the same files. The lock ends with this process."""
+    folder = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{run_dir}: another process is running it") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager

@@ -5,13 +5,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+from glm5_next.launchers.runtime.checkpoint_folder import last_checkpoint
 from tests.support.cli_run import CliRun, records, running
 
 SECONDS_TO_FINISH = 300.0  # a whole run of a few steps, on a busy machine
@@ -92,10 +92,8 @@ class Ended:
     code: int
     output: str
     seconds: float
-
-    @cached_property
-    def records(self) -> list[dict[str, Any]]:
-        return records(self.run_dir)
+    records: list[dict[str, Any]]
+    checkpoint: Path | None  # the last whole one
 
     @property
     def error(self) -> str:
@@ -118,7 +116,7 @@ def end_of(run: CliRun, run_dir: Path, deadline: float = SECONDS_TO_FAIL) -> End
     code = run.wait(deadline)
     seconds = time.monotonic() - start
     run.wait_until_gone()
-    return Ended(run_dir, code, run.output, seconds)
+    return Ended(run_dir, code, run.output, seconds, records(run_dir), last_checkpoint(run_dir))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,8 @@
 """What a user can get wrong: one message that names it, exit status 2, and nothing written."""
 
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -124,8 +126,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_by_name(name: str, place: Wor
 
 
 @pytest.mark.parametrize("name", ["truncated shard", "missing tensor", "other model"])
-def test_conversion_refuses_it_too(name: str, place: Workplace, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("glm5_next.launchers.runtime.convert.start_ranks", _refuse_to_start)
+def test_conversion_refuses_it_too(name: str, place: Workplace):
     break_it, expected = BROKEN_CHECKPOINTS[name]
     break_it(place.folder / "tiny-checkpoint")
     assert expected in refused(place, ["convert", "tiny-checkpoint", "converted"])
@@ -182,6 +183,13 @@ def test_a_run_cannot_be_resumed_on_other_prompts_or_another_seed(place: Workpla
     again = ["train", "--resume", str(run), "--set", "train.steps=8"]
     assert "train.seed is 5" in refused(place, [*again, "--set", "train.seed=5"])
     assert "is not what" in refused(place, [*again, "--set", "data.prompts=tiny"])
+
+
+def test_a_run_that_is_going_on_cannot_be_resumed(place: Workplace, straight):
+    run = os.open(straight.run_dir, os.O_RDONLY)
+    fcntl.flock(run, fcntl.LOCK_EX)  # as a process that works on it holds it
+    assert "another process is running it" in refused(place, ["train", "--resume", str(straight.run_dir)])
+    os.close(run)
 
 
 def test_a_finished_run_says_that_it_is(place: Workplace, straight):

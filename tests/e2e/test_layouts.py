@@ -6,7 +6,6 @@ import signal
 import pytest
 
 from glm5_next.launchers.metrics import STEP_METRICS
-from glm5_next.launchers.runtime.checkpoint_folder import last_checkpoint
 from tests.e2e.conftest import (
     SECONDS_TO_STOP,
     Ended,
@@ -63,11 +62,20 @@ def other_objective(workplace: Workplace, data_parallel: Ended) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def bf16(workplace: Workplace) -> Ended:
-    """One rank in bf16; ended by kill -9 of the engine."""
-    run_dir = workplace.run_dir("bf16")
+def stopped_early(workplace: Workplace) -> Ended:
+    """Ctrl-C while Ray starts, of a run of one rank in bf16."""
     layout = ("parallel.ranks=1", "parallel.ep=1", "model.precision=bf16", "parallel.distributed_optimizer=true")
     with workplace.start("bf16", *ENDLESS, *layout) as run:
+        run.wait_until(lambda: len(run.processes()) > 3, "Ray's first processes")
+        run.interrupt()
+        return end_of(run, workplace.run_dir("bf16"))
+
+
+@pytest.fixture(scope="module")
+def bf16(workplace: Workplace, stopped_early: Ended) -> Ended:
+    """The same run again; ended by kill -9 of the engine."""
+    run_dir = stopped_early.run_dir
+    with workplace.resume("bf16") as run:
         wait_for_steps(run, run_dir, 2)
         engine = run.process_of("engine 0")
         engine.suspend()
@@ -88,6 +96,7 @@ def test_the_first_step_does_not_depend_on_the_layout(
     ours, theirs = request.getfixturevalue(layout).records[0], tensor_parallel.records[0]
     assert ours["reward_mean"] == theirs["reward_mean"] and ours["tokens_trained"] == theirs["tokens_trained"]
     assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
 
 
 def test_kl_to_the_start_is_zero_at_first_and_grows_with_the_policys_way(pipeline_parallel: Ended):
@@ -112,13 +121,13 @@ def test_bf16_trains_close_to_its_engine(bf16: Ended):
 
 
 def test_gradients_that_are_not_finite_end_the_run_with_one_message(tensor_parallel: Ended):
-    expect_failure(tensor_parallel, r"not finite")
+    expect_failure(tensor_parallel, "failed in train: gradients are not finite")
 
 
 def test_a_reward_that_raises_is_named_with_its_prompt(other_objective: Ended):
     expect_failure(other_objective, "reward 'grader:spread' on prompt 'prompts:")
     assert "RuntimeError: the grader is out of order" in other_objective.error
-    assert last_checkpoint(other_objective.run_dir) is not None
+    assert other_objective.checkpoint is not None
 
 
 def test_a_killed_engine_is_named(bf16: Ended):
@@ -127,7 +136,7 @@ def test_a_killed_engine_is_named(bf16: Ended):
 
 def test_sigterm_is_a_first_ctrl_c(data_parallel: Ended):
     assert data_parallel.code == 130
-    newest = last_checkpoint(data_parallel.run_dir)
+    newest = data_parallel.checkpoint
     assert newest is not None and newest.name == f"step-{len(data_parallel.records):06d}"
 
 
@@ -136,6 +145,13 @@ def test_a_second_ctrl_c_stops_at_once(pipeline_parallel: Ended):
     assert pipeline_parallel.seconds < 15
     assert "step 3/" not in pipeline_parallel.output
     assert f"continue with: glm5-next train --resume {pipeline_parallel.run_dir}" in pipeline_parallel.output
+
+
+def test_ctrl_c_before_the_first_step_stops_at_once_and_the_run_can_still_be_resumed(stopped_early: Ended, bf16: Ended):
+    assert stopped_early.code == 130
+    assert "started in" not in stopped_early.output
+    assert f"continue with: glm5-next train --resume {stopped_early.run_dir}" in stopped_early.output
+    assert [record["step"] for record in bf16.records[:2]] == [0, 1]
 
 
 def expect_failure(ended: Ended, text: str) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 
 COMMAND = Path(sys.executable).parent / "glm5-next"
+# prctl(PR_SET_PDEATHSIG, SIGKILL): the system kills a command when the tests are killed, and it takes its own along.
+END_WITH_THE_TESTS = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 MARK = "GLM5_NEXT_TEST_RUN"  # an environment variable that every process of a run inherits
 
 
@@ -27,7 +29,7 @@ class CliRun:
         self.log = folder / f"output-{self.mark}.txt"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [str(COMMAND), *arguments],
+                [sys.executable, "-c", END_WITH_THE_TESTS, str(COMMAND), *arguments],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
