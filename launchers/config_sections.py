@@ -67,14 +67,60 @@ class DataSection(Section):
 class RolloutSection(Section):
     """How responses are sampled."""
 
-    engine: Literal["transformers"] = Field(default="transformers", description="who samples")
+    engine: Literal["transformers", "sglang", "vllm"] = Field(
+        default="transformers", description='who samples: "transformers" is part of the run, the others are servers'
+    )
     num_engines: int = Field(default=1, ge=1, description="engines that share a step's prompts")
     prompts_per_step: int = Field(default=8, ge=1, description="prompts, and so groups, of one step")
     samples_per_prompt: int = Field(default=8, ge=1, description="responses to one prompt: the group that is compared")
     max_new_tokens: int = Field(default=1024, ge=1, description="response tokens after which a sample is cut off")
     temperature: float = Field(default=1.0, description="of sampling; only 1.0")
     top_p: float = Field(default=1.0, description="nucleus of sampling; only 1.0")
-    batch_size: int = Field(default=32, ge=1, description="sequences that an engine generates at once")
+    batch_size: int = Field(
+        default=32, ge=1, description="sequences that an engine generates at once (servers: requests in flight)"
+    )
+    urls: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="addresses of running servers; with none the run starts num_engines itself",
+    )
+    launch: tuple[str, ...] = Field(
+        default=(),
+        strict=False,
+        description="words of the command that starts a server, with {checkpoint}, {host}, {port} and {key_file} in them; "
+        "with none it is derived from the engine and the model",
+    )
+    engine_flags: tuple[str, ...] = Field(
+        default=(), strict=False, description="more words for the derived command of a server"
+    )
+    engine_tp: int = Field(default=1, ge=1, description="tensor-parallel size, and so GPUs, of one server")
+    api_key: str = Field(
+        default="generated",
+        pattern=r"^(generated|env:\w+|file:.+)$",
+        description='key of the servers: "generated" by the run, "env:NAME" or "file:PATH"; it is never written down',
+    )
+    transport: Literal["distributed", "disk"] = Field(
+        default="distributed",
+        description="how weights reach servers: broadcast from trainer rank 0, or a folder that all nodes see",
+    )
+    request_deadline: float = Field(default=600.0, gt=0, description="seconds for one request to a server")
+    sample_deadline: float = Field(
+        default=1200.0, gt=0, description="seconds for one sample, all its requests together"
+    )
+    step_deadline: float = Field(default=2400.0, gt=0, description="seconds for one round of sampling")
+    update_deadline: float = Field(default=600.0, gt=0, description="seconds for one piece of a weight update")
+    start_deadline: float = Field(default=1800.0, gt=0, description="seconds until a server has loaded its weights")
+    min_samples: Annotated[int | None, OrNone] = Field(
+        default=None, ge=1, description='a group with fewer samples is dropped; "none" wants all samples_per_prompt'
+    )
+    max_restarts: int = Field(default=3, ge=0, description="times that the run starts servers again that have died")
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_http(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(value)) != len(value) or not all(url.startswith(("http://", "https://")) for url in value):
+            raise ValueError("every address must be different and start with http:// or https://")
+        return value
 
     @field_validator("temperature", "top_p")
     @classmethod

@@ -28,6 +28,8 @@ STEP_METRICS = (
     Metric("groups_sampled", "groups sampled, resampling included"),
     Metric("groups_dropped", "groups left out because their rewards were all equal"),
     Metric("resample_rounds", "extra rounds of sampling to replace dropped groups"),
+    Metric("samples_lost", "samples that engines did not deliver in time (their reasons are in rollouts/)"),
+    Metric("samples_dropped", "samples that are not trained on: lost, of groups that are too small or equal in reward"),
     Metric("samples_trained", "samples in the update"),
     Metric("tokens_trained", "response tokens in the update: the loss's denominator"),
     Metric("micro_batches", "micro-batches per replica, empty ones included"),

@@ -20,6 +20,27 @@ TINY: dict[str, Any] = {
     "train": {"steps": 40, "tokens_per_micro_batch": 2048, "checkpoint_every": 10, "eval_every": 10},
 }
 
+# The same with servers: rollouts and weights over HTTP, as on a cluster.
+TINY_HTTP: dict[str, Any] = TINY | {
+    "rollout": TINY["rollout"]
+    | {
+        "engine": "sglang",
+        "num_engines": 2,
+        "launch": [
+            "{python}",
+            "-m",
+            "glm5_next.launchers.engines.tiny_server",
+            *("--protocol", "sglang", "--checkpoint", "{checkpoint}", "--precision", "fp32"),
+            *("--host", "{host}", "--port", "{port}", "--key-file", "{key_file}"),
+        ],
+        "request_deadline": 60.0,
+        "sample_deadline": 120.0,
+        "step_deadline": 180.0,
+        "start_deadline": 120.0,
+    },
+    "train": TINY["train"] | {"steps": 10},
+}
+
 RELEASED_CONFIG = Path(__file__).parent / "released_config.json"
 
 
@@ -70,6 +91,7 @@ def _slice(ranks: int, ep: int) -> dict[str, Any]:
 
 PRESETS = {
     "tiny": Preset(TINY),
+    "tiny-http": Preset(TINY_HTTP),
     "16x4": Preset(_full_size(64, tp=4, pp=2, ep=16), Cluster(16, 4, 276)),
     "8x4": Preset(_full_size(32, tp=4, pp=2, ep=16), Cluster(8, 4, 276)),
     "8x8": Preset(_full_size(64, tp=8, pp=4, ep=16), Cluster(8, 8, 141)),

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from glm5_next.launchers.atomic_write import write_atomic
@@ -17,8 +17,8 @@ class RunState:
     prompt_cursor: prompts drawn since the run began (`PromptCursor`).
     seed: the run's seed; `step_seed` derives all others.
     prompts_digest: of the training prompts (`prompts.digest`); other data cannot be resumed on.
-    samples_drawn: samples generated so far; each was either trained on or dropped.
-    samples_trained, samples_dropped: their parts.
+    samples_drawn: samples asked for so far; each was either trained on or dropped.
+    samples_trained, samples_dropped: their parts. dropped_by_reason: the parts of samples_dropped.
     """
 
     next_step: int
@@ -29,19 +29,26 @@ class RunState:
     samples_drawn: int = 0
     samples_trained: int = 0
     samples_dropped: int = 0
+    dropped_by_reason: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is str:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "dropped_by_reason":
+                continue
+            if item.type is str:
                 if not isinstance(value, str):
-                    raise ValueError(f"{field.name} must be a text, got {value!r}")
+                    raise ValueError(f"{item.name} must be a text, got {value!r}")
             elif isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ValueError(f"{field.name} must be a whole number of at least 0, got {value!r}")
+                raise ValueError(f"{item.name} must be a whole number of at least 0, got {value!r}")
         if self.samples_drawn != self.samples_trained + self.samples_dropped:
             raise ValueError(
                 f"samples_drawn ({self.samples_drawn}) is not samples_trained ({self.samples_trained}) "
                 f"+ samples_dropped ({self.samples_dropped})"
+            )
+        if sum(self.dropped_by_reason.values()) != self.samples_dropped:
+            raise ValueError(
+                f"dropped_by_reason {self.dropped_by_reason} is not samples_dropped ({self.samples_dropped})"
             )
 
     def save(self, path: Path) -> None:

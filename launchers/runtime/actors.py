@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.engine import Bucket
+from glm5_next.launchers.runtime.weight_sync import check_digests
 
 Parcel = tuple[str, str, tuple[int, ...], np.ndarray]  # name, dtype, shape, bytes
 CALL_DEADLINE = 3600.0  # seconds that one phase of a step may take
@@ -84,13 +86,15 @@ class RemoteSink:
         self.actor, self.number = actor, number
 
     def begin_update(self, version: int) -> None:
+        self.version = version
         self._answer(self.actor.call.remote("begin_update", version))
 
     def put_weights(self, bucket: Bucket) -> None:
         self._answer(self.actor.put_weights.remote([packed(name, tensor) for name, tensor in bucket]))
 
-    def commit_update(self) -> dict[str, str]:
-        return self._answer(self.actor.call.remote("commit_update"))
+    def commit_update(self, digests: Mapping[str, str]) -> None:
+        held = self._answer(self.actor.call.remote("commit_update"))
+        check_digests(digests, held, f"engine {self.number}, weights version {self.version}")
 
     def _answer(self, call: Any) -> Any:
         try:

@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,10 +14,14 @@ import numpy as np
 import ray
 
 from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.engines.order import Order, Outcome
+from glm5_next.launchers.engines.server_process import EngineServer
+from glm5_next.launchers.engines.servers import Servers
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
-from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.runtime.reaper import Reaper
+from glm5_next.plugins.config import Glm5NextConfig
 
 START_DEADLINE = 300.0  # seconds until every rank and engine has loaded its weights
 # A killed rank makes its neighbours fail too, sometimes first: so long is waited for the news that one is dead.
@@ -32,11 +37,15 @@ class Cluster:
     (a ValueError stays one); the caller ends the run, and leaving the context ends all processes.
     """
 
-    def __init__(self, run: RunConfig):
-        self.run = run
+    def __init__(self, run: RunConfig, run_dir: Path, model: Glm5NextConfig):
+        self.run, self.run_dir = run, run_dir
+        self.version = 0
         self.trainers: dict[str, Any] = {}
         self.engines: dict[str, Any] = {}
         self.process_ids: dict[str, int] = {}
+        self.servers = (
+            None if run.rollout.engine == "transformers" else Servers(run, model, run_dir, lambda: _actor(EngineServer))
+        )
         self._watches: dict[Any, str] = {}
 
     def __enter__(self) -> Self:
@@ -45,7 +54,7 @@ class Cluster:
             with _same_handler(signal.SIGTERM):  # Ray takes it over
                 ray.init(
                     address="local",
-                    num_cpus=self.run.parallel.ranks + self.run.rollout.num_engines,
+                    num_cpus=self.run.parallel.ranks + self.run.rollout.num_engines + self.run.rollout.max_restarts,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES,
                     log_to_driver=False,
@@ -62,6 +71,8 @@ class Cluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
+            if self.servers is not None:
+                self.servers.close()
             ray.shutdown()
         finally:
             self._reaper.close()
@@ -74,13 +85,24 @@ class Cluster:
 
     def publish(self, version: int) -> int:
         """Rank 0 sends the weights to all engines. Returns the bytes of one copy."""
+        self.version = version
+        if self.servers is not None:
+            num_bytes = self.servers.publish(version, self._send)
+            self._reaper.watch()  # servers that were started again
+            return num_bytes
         sinks = [RemoteSink(engine, number) for number, engine in enumerate(self.engines.values())]
         return max(self.train("publish", sinks, version))
 
     def generate(
         self, prompts: Sequence[np.ndarray], samples_per_prompt: int, *, max_new_tokens: int, seed: int
-    ) -> list[list[Completion]]:
+    ) -> list[list[Completion | Lost]]:
         """Splits the prompts over the engines; the answers are in the order of the prompts."""
+        if self.servers is not None:
+            if not self.servers.can_sample:
+                self.publish(self.version)
+            return self.servers.generate(
+                prompts, samples_per_prompt, max_new_tokens=max_new_tokens, seed=seed, look_after=self._look_after
+            )
         count = len(self.engines)
         calls = {
             name: engine.call.remote(
@@ -97,13 +119,16 @@ class Cluster:
 
     def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         """Log-probabilities of the same sequences, from every engine."""
+        if self.servers is not None:
+            return self.servers.score(sequences, self._look_after)
         calls = {name: engine.call.remote("score", list(sequences)) for name, engine in self.engines.items()}
         return self._answers(calls, "score")
 
     def _start(self) -> None:
         run = self.run
         self.trainers = {f"trainer rank {rank}": _actor(TrainerRank) for rank in range(run.parallel.ranks)}
-        self.engines = {f"engine {number}": _actor(EngineProcess) for number in range(run.rollout.num_engines)}
+        embedded = run.rollout.num_engines if self.servers is None else 0
+        self.engines = {f"engine {number}": _actor(EngineProcess) for number in range(embedded)}
         actors = self.trainers | self.engines
         self._watches = {actor.watch.remote(): name for name, actor in actors.items()}
         ids = self._answers({name: actor.process_id.remote() for name, actor in actors.items()}, "start")
@@ -120,7 +145,19 @@ class Cluster:
             name: actor.start.remote(run, rank, address) for rank, (name, actor) in enumerate(self.trainers.items())
         }
         starts |= {name: actor.start.remote(run.model.checkpoint, settings) for name, actor in self.engines.items()}
+        if self.servers is not None:
+            self.servers.start()
+            self.process_ids |= self.servers.process_ids
         self._answers(starts, "start", deadline=START_DEADLINE)
+
+    def _send(self, order: Order) -> Outcome:
+        return next(outcome for outcome in self.train("publish_to_servers", order) if outcome is not None)
+
+    def _look_after(self) -> None:
+        """Raises if a trainer rank has died."""
+        dead, _ = ray.wait(list(self._watches), num_returns=1, timeout=0)
+        if dead:
+            raise WorkerFailed(f"{self._watches[dead[0]]} died: its process was killed or crashed")
 
     def _answers(self, calls: Mapping[str, Any], what: str, *, deadline: float = CALL_DEADLINE) -> list[Any]:
         """The results of all calls, in order; the first failure of any process ends the wait."""

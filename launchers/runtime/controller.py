@@ -7,6 +7,7 @@ between steps, so `RunState` always describes a whole number of steps.
 
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -247,15 +248,17 @@ class Controller:
 
     def _advance(self, rollout: Rollout, *, trained: bool) -> None:
         kept = sum(len(group.samples) for group in rollout.kept)
-        drawn = len(rollout.samples)
+        dropped = rollout.not_trained
+        reasons = Counter(self.state.dropped_by_reason) + dropped
         self.state = replace(
             self.state,
             next_step=self.state.next_step + 1,
             weights_version=self.state.weights_version + trained,
             prompt_cursor=rollout.cursor,
-            samples_drawn=self.state.samples_drawn + drawn,
+            samples_drawn=self.state.samples_drawn + len(rollout.samples) + len(rollout.lost),
             samples_trained=self.state.samples_trained + kept,
-            samples_dropped=self.state.samples_dropped + drawn - kept,
+            samples_dropped=self.state.samples_dropped + dropped.total(),
+            dropped_by_reason=dict(reasons),
         )
 
     def _save(self) -> None:

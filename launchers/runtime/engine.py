@@ -26,6 +26,14 @@ class Completion:
     logprobs: np.ndarray
     routes: np.ndarray | None
     finish_reason: FinishReason
+    weights_version: int | None = None  # where the engine says it
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A response that never came, and why: a few words that are counted, such as "request deadline"."""
+
+    reason: str
 
 
 class RolloutEngine(Protocol):

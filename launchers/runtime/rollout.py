@@ -2,8 +2,9 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from glm5_next.launchers.grpo import has_spread
 from glm5_next.launchers.prompts import PromptCursor
 from glm5_next.launchers.rewards import Reward, score
 from glm5_next.launchers.run_state import step_seed
-from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.types import Group, Prompt, Sample
 
 
@@ -24,15 +25,27 @@ class Engines(Protocol):
 
     def generate(
         self, prompts: Sequence[np.ndarray], samples_per_prompt: int, *, max_new_tokens: int, seed: int
-    ) -> list[list[Completion]]: ...
+    ) -> list[list[Completion | Lost]]: ...
+
+
+@dataclass(frozen=True)
+class LostSample:
+    """A sample that an engine never delivered."""
+
+    prompt_id: str
+    sample_id: str
+    reason: str
 
 
 @dataclass(eq=False)
 class Rollout:
-    """A step's groups. `dropped` are those whose rewards were all equal; `rounds` counts extra rounds of sampling."""
+    """A step's groups. `dropped` are those whose rewards were all equal, `short` those of which too few samples came;
+    `rounds` counts extra rounds of sampling."""
 
     kept: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
+    short: list[Group] = field(default_factory=list)
+    lost: list[LostSample] = field(default_factory=list)
     rounds: int = 0
     cursor: int = 0
     seconds_generate: float = 0.0
@@ -40,7 +53,16 @@ class Rollout:
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for group in (*self.kept, *self.dropped) for sample in group.samples]
+        """All that came, trained on or not."""
+        return [sample for group in (*self.kept, *self.dropped, *self.short) for sample in group.samples]
+
+    @property
+    def not_trained(self) -> Counter[str]:
+        """How many samples that were asked for are not trained on, by reason."""
+        counts = Counter(lost.reason for lost in self.lost)
+        counts["equal rewards"] += sum(len(group.samples) for group in self.dropped)
+        counts["short group"] += sum(len(group.samples) for group in self.short)
+        return +counts
 
 
 class Sampler:
@@ -50,16 +72,21 @@ class Sampler:
         self.run, self.tokenizer, self.engines, self.reward = run, tokenizer, engines, reward
 
     def step(self, step: int, prompts: PromptCursor, cursor: int, weights_version: int) -> Rollout:
-        """Samples `prompts_per_step` groups, and up to `max_resample_rounds` times as many as were dropped again."""
+        """Samples `prompts_per_step` groups, and up to `max_resample_rounds` times as many as are missing again."""
         settings, rollout = self.run.rollout, Rollout(cursor=cursor)
+        enough = settings.min_samples or settings.samples_per_prompt
         while True:
             wanted = settings.prompts_per_step - len(rollout.kept)
             drawn, rollout.cursor = prompts.take(wanted, rollout.cursor)
             seed = step_seed(self.run.train.seed, step, f"rollout/{rollout.rounds}")
             name = f"{step}.{rollout.rounds}"
             for group in self.groups(drawn, settings.samples_per_prompt, seed, weights_version, name, rollout):
-                keep = not self.run.grpo.drop_zero_spread or has_spread(group.rewards)
-                (rollout.kept if keep else rollout.dropped).append(group)
+                if len(group.samples) < enough:
+                    rollout.short.append(group)
+                elif self.run.grpo.drop_zero_spread and not has_spread(group.rewards):
+                    rollout.dropped.append(group)
+                else:
+                    rollout.kept.append(group)
             done = len(rollout.kept) == settings.prompts_per_step
             if done or rollout.rounds == self.run.grpo.max_resample_rounds:
                 return rollout
@@ -68,22 +95,34 @@ class Sampler:
     def groups(
         self, prompts: Sequence[Prompt], copies: int, seed: int, weights_version: int, name: str, timing: Rollout
     ) -> list[Group]:
-        """One scored group per prompt; sample ids start with `name`."""
+        """One scored group per prompt with an answer; sample ids start with `name`. Lost samples go to `timing`."""
         start = time.monotonic()
         tokens = [encode(self.tokenizer, prompt) for prompt in prompts]
         completions = self.engines.generate(tokens, copies, max_new_tokens=self.run.rollout.max_new_tokens, seed=seed)
         timing.seconds_generate += time.monotonic() - start
         start = time.monotonic()
         groups = [
-            self._group(prompt, ids, answers, weights_version, f"{name}.{number}")
+            group
             for number, (prompt, ids, answers) in enumerate(zip(prompts, tokens, completions, strict=True))
+            if (group := self._group(prompt, ids, answers, weights_version, f"{name}.{number}", timing.lost))
         ]
         timing.seconds_reward += time.monotonic() - start
         return groups
 
     def _group(
-        self, prompt: Prompt, tokens: np.ndarray, completions: Sequence[Completion], weights_version: int, name: str
-    ) -> Group:
+        self,
+        prompt: Prompt,
+        tokens: np.ndarray,
+        completions: Sequence[Completion | Lost],
+        weights_version: int,
+        name: str,
+        lost: list[LostSample],
+    ) -> Group | None:
+        lost += [
+            LostSample(prompt.id, f"{name}.{number}", completion.reason)
+            for number, completion in enumerate(completions)
+            if isinstance(completion, Lost)
+        ]
         samples = [
             Sample(
                 prompt_id=prompt.id,
@@ -94,11 +133,14 @@ class Sampler:
                 reward=None,
                 routes=completion.routes,
                 finish_reason=completion.finish_reason,
-                weights_version=weights_version,
+                weights_version=(weights_version if completion.weights_version is None else completion.weights_version),
                 response_text=self.tokenizer.decode(completion.tokens.tolist()),
             )
             for number, completion in enumerate(completions)
+            if isinstance(completion, Completion)
         ]
+        if not samples:
+            return None
         scored = [replace(sample, reward=score(self.reward, prompt, sample.response_text)) for sample in samples]
         return Group(prompt=prompt, samples=tuple(scored))
 
@@ -143,10 +185,11 @@ def write_rollout(run_dir: Path, step: int, rollout: Rollout) -> None:
                 "response": sample.response_text,
             }
         )
-        for trained, groups in ((True, rollout.kept), (False, rollout.dropped))
+        for trained, groups in ((True, rollout.kept), (False, [*rollout.dropped, *rollout.short]))
         for group in groups
         for sample in group.samples
     ]
+    lines += [json.dumps({**asdict(lost), "trained": False}) for lost in rollout.lost]
     folder = run_dir / "rollouts"
     folder.mkdir(exist_ok=True)
     write_atomic(folder / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines).encode())

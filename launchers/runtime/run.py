@@ -90,7 +90,7 @@ def _resume_here(run_dir: Path, overrides: list[str]) -> Outcome:
 def _run(run: RunConfig, inputs: Inputs, run_dir: Path, state: RunState, checkpoint: Path | None) -> Outcome:
     """Raises RunFailed for whatever goes wrong, except for a ValueError before the first step: that is bad input."""
     console = Console(highlight=False, soft_wrap=True)
-    cluster = Cluster(run)
+    cluster = Cluster(run, run_dir, inputs.checkpoint.config)
     controller = Controller(run, inputs, cluster, run_dir, state)
     (run_dir / ERROR_FILE).unlink(missing_ok=True)
     try:

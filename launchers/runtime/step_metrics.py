@@ -40,11 +40,13 @@ def step_metrics(
     samples = rollout.samples
     rewards = np.array([sample.reward for sample in samples])
     values: dict[str, Any] = {
-        "reward_mean": float(rewards.mean()),
-        "reward_std": float(rewards.std()),
-        "response_tokens_mean": float(np.mean([sample.num_response_tokens for sample in samples])),
-        "truncated_fraction": float(np.mean([sample.finish_reason == "length" for sample in samples])),
-        "groups_sampled": len(rollout.kept) + len(rollout.dropped),
+        "reward_mean": _mean(rewards),
+        "reward_std": float(rewards.std()) if samples else None,
+        "response_tokens_mean": _mean([sample.num_response_tokens for sample in samples]),
+        "truncated_fraction": _mean([sample.finish_reason == "length" for sample in samples]),
+        "samples_lost": len(rollout.lost),
+        "samples_dropped": rollout.not_trained.total(),
+        "groups_sampled": len(rollout.kept) + len(rollout.dropped) + len(rollout.short),
         "groups_dropped": len(rollout.dropped),
         "resample_rounds": rollout.rounds,
         "samples_trained": sum(len(group.samples) for group in rollout.kept),
@@ -58,6 +60,10 @@ def step_metrics(
     }
     values |= dict.fromkeys(UPDATE_KEYS) if not reports else _update_metrics(reports)
     return values
+
+
+def _mean(values: Sequence[float] | np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
 
 
 def _update_metrics(reports: Sequence[Sequence[StepReport]]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """One Megatron rank of a training run: what the controller calls, rank by rank."""
 
 import resource
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
 from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.engines.order import Order, Outcome
+from glm5_next.launchers.engines.publisher import EnginesFailed, Publisher
 from glm5_next.launchers.packing import Scores, pack_row, plan_digest
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.batch import Batch, StepReport
@@ -21,6 +24,7 @@ from glm5_next.launchers.runtime.checkpoint_folder import Origin
 from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkpoint
 from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
 from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
+from glm5_next.launchers.runtime.weight_digest import weight_digest
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import megatron_config
@@ -50,6 +54,7 @@ class Trainer:
         self.reference = self._loaded_chunks() if run.grpo.kl_coef > 0 else None
         self.chunks = wrap_ddp(chunks, self.megatron, distributed_optimizer=run.parallel.distributed_optimizer)
         self.optimizer, self.scheduler = build_optimizer(run, self.chunks)
+        self.publisher: Publisher | None = None
         self.moe_layers = tuple(i for i, kind in enumerate(self.model.mlp_kinds) if kind == "moe")
 
     def train(self, batch: Batch) -> StepReport:
@@ -89,6 +94,25 @@ class Trainer:
             pass
         return 0
 
+    def publish_to_servers(self, order: Order) -> Outcome | None:
+        """The same to servers; their failures are in the outcome (rank 0)."""
+        weights = export_weights(self.chunks, self.model, self.origin.export_dtype)
+        if order.run.rollout.transport == "disk":
+            return self._publish_folder(order)
+        if self.rank != 0:
+            for _ in weights:
+                pass
+            return None
+        publisher = self._publisher(order)
+        try:
+            return Outcome(publish(weights, [publisher], order.version), {})
+        except EnginesFailed as failure:
+            self._drop_publisher()
+            return Outcome(0, failure.reasons)
+        finally:
+            for _ in weights:  # the other ranks are still in the export
+                pass
+
     def export(self, out: Path) -> None:
         """Writes a complete Hugging Face folder; the rest of it comes from the checkpoint the run started from."""
         save_hf_folder(
@@ -103,6 +127,49 @@ class Trainer:
 
     def load(self, folder: Path) -> RunState:
         return load_checkpoint(folder, self.chunks, self.optimizer, self.scheduler)
+
+    def _publish_folder(self, order: Order) -> Outcome | None:
+        """Weights go through a folder that is written anew; engines read it themselves."""
+        digests: dict[str, str] = {}
+        sent = 0
+
+        def noted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal sent
+            for name, tensor in export_weights(self.chunks, self.model, self.origin.export_dtype):
+                if self.rank == 0:
+                    digests[name] = weight_digest(tensor, tensor.dtype)
+                    sent += tensor.nbytes
+                yield name, tensor
+
+        if self.rank == 0:
+            shutil.rmtree(order.folder, ignore_errors=True)
+        save_hf_folder(noted(), self.source, order.folder, dtype=self.origin.export_dtype)
+        if self.rank != 0:
+            return None
+        publisher = self._publisher(order)
+        try:
+            publisher.begin_update(order.version)
+            publisher.load_folder(order.folder)
+            publisher.commit_update(digests)
+        except EnginesFailed as failure:
+            self._drop_publisher()
+            return Outcome(0, failure.reasons)
+        finally:
+            shutil.rmtree(order.folder)
+        return Outcome(sent, {})
+
+    def _publisher(self, order: Order) -> Publisher:
+        """Kept from update to update, while the engines are the same."""
+        if self.publisher is None or self.publisher.addresses != order.addresses:
+            self._drop_publisher()
+            self.publisher = Publisher.of(order, self.model)
+        self.publisher.fresh = set(order.fresh)
+        return self.publisher
+
+    def _drop_publisher(self) -> None:
+        if self.publisher is not None:
+            self.publisher.close()
+        self.publisher = None
 
     def _loaded_chunks(self) -> list[torch.nn.Module]:
         chunks = build_chunks(self.megatron)

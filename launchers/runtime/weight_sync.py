@@ -1,6 +1,6 @@
 """A new policy goes to the rollout engines, and is proved to have arrived."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol
 
@@ -14,13 +14,15 @@ BUCKET_BYTES = 256 * 2**20
 
 
 class WeightSink(Protocol):
-    """The part of a rollout engine that takes weights; a dict in tests."""
+    """What takes weights: one embedded engine, all servers together, or a dict in tests."""
 
     def begin_update(self, version: int) -> None: ...
 
     def put_weights(self, bucket: Bucket) -> None: ...
 
-    def commit_update(self) -> dict[str, str]: ...
+    def commit_update(self, digests: Mapping[str, str]) -> None:
+        """Closes the update; raises RuntimeError unless what is held now is what `digests` (by name) say was sent."""
+        ...
 
 
 def publish(weights: Iterable[tuple[str, Tensor]], sinks: Sequence[WeightSink], version: int) -> int:
@@ -37,12 +39,12 @@ def publish(weights: Iterable[tuple[str, Tensor]], sinks: Sequence[WeightSink], 
             sent += tensor.nbytes
         for sink in sinks:
             sink.put_weights(bucket)
-    for number, sink in enumerate(sinks):
-        check_digests(digests, sink.commit_update(), f"engine {number}, weights version {version}")
+    for sink in sinks:
+        sink.commit_update(digests)
     return sent
 
 
-def check_digests(sent: dict[str, str], held: dict[str, str], where: str) -> None:
+def check_digests(sent: Mapping[str, str], held: Mapping[str, str], where: str) -> None:
     """Raises RuntimeError unless both sides have the same tensors with the same bits."""
     wrong = sorted(name for name in sent.keys() | held.keys() if sent.get(name) != held.get(name))
     if wrong:

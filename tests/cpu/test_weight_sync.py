@@ -1,5 +1,7 @@
 """A new policy reaches every engine whole, or the step fails and names what did not."""
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -32,9 +34,11 @@ class DictSink:
             if kept is not None:
                 self.held[kept[0]] = kept[1]
 
-    def commit_update(self) -> dict[str, str]:
+    def commit_update(self, digests: Mapping[str, str]) -> None:
+        version = self.calls[0][1]
         self.calls.append(("commit", None))
-        return {name: weight_digest(tensor, tensor.dtype) for name, tensor in self.held.items()}
+        held = {name: weight_digest(tensor, tensor.dtype) for name, tensor in self.held.items()}
+        check_digests(digests, held, f"sink, weights version {version}")
 
 
 def stream() -> list[tuple[str, Tensor]]:
@@ -120,7 +124,7 @@ def test_an_engine_that_does_not_hold_what_was_sent_is_named_with_the_tensors(fa
     hold, names = FAULTS[fault]
     with pytest.raises(RuntimeError) as error:
         publish(iter(stream()), [DictSink(), DictSink(hold)], 9)
-    assert "engine 1, weights version 9" in str(error.value)
+    assert "sink, weights version 9" in str(error.value)
     assert f"{len(names)} of 6 tensors are not what the trainer sent, first {names}" in str(error.value)
 
 

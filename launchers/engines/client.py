@@ -1,0 +1,126 @@
+"""What the run asks of one engine, whichever protocol it speaks."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from glm5_next.launchers.engines.wire import EngineError, Refused
+from glm5_next.launchers.runtime.engine import Completion
+
+CONTROL_DEADLINE = 60.0  # seconds for a call that moves no weights and samples nothing
+FLUSH_DEADLINE = 60.0  # seconds in which a cache has to become free
+FLUSH_PAUSE = 0.1
+OFF_LIMITS = "visual"  # part of the names of tensors that are never trained and never sent
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to sample. `id` is unique in the run."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class TensorList:
+    """The tensors of one message, in the order in which they are broadcast."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where trainer and engine ranks meet to exchange weights; the trainer is rank 0, an engine's first is `first_rank`."""
+
+    host: str
+    port: int
+    world_size: int
+    group: str
+    backend: str
+
+
+class EngineClient(Protocol):
+    """Every method raises EngineError. Weights change between `open_update` and `close_update` only."""
+
+    name: str
+
+    async def healthy(self) -> bool: ...
+
+    async def generate(self, request: Request, deadline: float) -> Completion:
+        """Samples at temperature 1; log-probabilities are raw, routes are there if the run wants them."""
+        ...
+
+    async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
+        """float32 [S - 1] raw log-probabilities of the tokens after the first."""
+        ...
+
+    async def cached_tokens(self, tokens: Sequence[int], deadline: float) -> int:
+        """How many tokens of this prompt its prefix cache holds; asks for one token after it."""
+        ...
+
+    async def abort(self, request_id: str) -> None: ...
+
+    async def world_size(self) -> int:
+        """Processes that take part in a weight update."""
+        ...
+
+    async def join(self, meeting: Meeting, first_rank: int, deadline: float) -> None: ...
+
+    async def leave(self, meeting: Meeting) -> None: ...
+
+    async def open_update(self) -> None:
+        """Stops generation, frees and empties the prefix cache (confirmed), opens a session."""
+        ...
+
+    async def receive(self, meeting: Meeting, tensors: TensorList, deadline: float) -> None:
+        """Takes part in the broadcast of these tensors and loads them."""
+        ...
+
+    async def load_folder(self, folder: str, deadline: float) -> None: ...
+
+    async def close_update(self, version: str) -> None:
+        """Closes the session under the new version with an empty prefix cache; generation stays stopped."""
+        ...
+
+    async def resume(self) -> None: ...
+
+    async def weights_version(self) -> str: ...
+
+    async def checksums(self) -> dict[str, str]:
+        """Of every tensor that the engine can report, by its own names, except `OFF_LIMITS`."""
+        ...
+
+    async def forget(self) -> None:
+        """Overwrites all those tensors with noise, so that one which no update writes is found."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def until_accepted(attempt: Callable[[], Awaitable[object]], deadline: float = FLUSH_DEADLINE) -> None:
+    """Repeats a call that an engine refuses while it is busy; raises the last refusal after the deadline."""
+    loop = asyncio.get_running_loop()
+    limit = loop.time() + deadline
+    while True:
+        try:
+            await attempt()
+            return
+        except Refused as refusal:
+            if refusal.status != 400 or loop.time() > limit:
+                raise
+        await asyncio.sleep(FLUSH_PAUSE)
+
+
+def check_tokens(tokens: Sequence[int], chosen: Sequence[int], logprobs: np.ndarray, where: str) -> None:
+    """Raises EngineError unless the log-probabilities are those of the answer's own tokens."""
+    if list(tokens) != list(chosen):
+        raise EngineError(f"{where}: log-probabilities of other tokens than those of the answer")
+    if not tokens or not np.isfinite(logprobs).all() or (logprobs > 1e-6).any():
+        raise EngineError(f"{where}: no tokens, or log-probabilities that cannot be")

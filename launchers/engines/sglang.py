@@ -1,0 +1,224 @@
+"""SGLang 0.5.23 as a rollout engine. Facts of the protocol: `entrypoints/http_server.py`, `managers/io_struct.py`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from glm5_next.launchers.engines.client import (
+    CONTROL_DEADLINE,
+    OFF_LIMITS,
+    Meeting,
+    Request,
+    TensorList,
+    check_tokens,
+    until_accepted,
+)
+from glm5_next.launchers.engines.payload import routes_from_int32
+from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire, field_of
+from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.plugins.config import Glm5NextConfig
+
+# Every value that reshapes the distribution is named: a server takes its defaults from the checkpoint.
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "skip_special_tokens": False,
+}
+SELECTED = {"selector": "target"}  # not the draft model, which nothing trains
+
+
+class SGLangClient:
+    """See `EngineClient`."""
+
+    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], routes: bool):
+        self.name, self.model, self.stop_tokens, self.routes = address.name, model, list(stop_tokens), routes
+        self.wire = Wire(address)
+
+    async def healthy(self) -> bool:
+        try:
+            await self.wire.get("/health", deadline=CONTROL_DEADLINE)
+        except EngineError:
+            return False
+        return True
+
+    async def generate(self, request: Request, deadline: float) -> Completion:
+        sampling = PLAIN_SAMPLING | {
+            "max_new_tokens": request.max_new_tokens,
+            "stop_token_ids": self.stop_tokens,
+            "sampling_seed": request.seed,
+        }
+        body = {
+            "rid": request.id,
+            "input_ids": list(request.prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "return_routed_experts": self.routes,
+        }
+        answer = await self.wire.post("/generate", body, deadline=deadline)
+        return self._completion(answer, len(request.prompt), f"{self.name}: /generate {request.id}")
+
+    async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
+        body = {
+            "input_ids": list(tokens),
+            "sampling_params": PLAIN_SAMPLING | {"max_new_tokens": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self.wire.post("/generate", body, deadline=deadline)
+        where = f"{self.name}: /generate (score)"
+        meta = field_of(answer, "meta_info", Mapping, where)
+        chosen, logprobs = _pairs(field_of(meta, "input_token_logprobs", list, where)[1:], where)
+        check_tokens(tokens[1:], chosen, logprobs, where)
+        return logprobs
+
+    async def cached_tokens(self, tokens: Sequence[int], deadline: float) -> int:
+        body = {"input_ids": list(tokens), "sampling_params": PLAIN_SAMPLING | {"max_new_tokens": 1}}
+        answer = await self.wire.post("/generate", body, deadline=deadline)
+        where = f"{self.name}: /generate (cached tokens)"
+        return field_of(field_of(answer, "meta_info", Mapping, where), "cached_tokens", int, where)
+
+    async def abort(self, request_id: str) -> None:
+        await self.wire.post("/abort_request", {"rid": request_id}, deadline=CONTROL_DEADLINE)
+
+    async def world_size(self) -> int:
+        info = await self.wire.get("/server_info", deadline=CONTROL_DEADLINE)
+        where = f"{self.name}: /server_info"
+        sizes = {key: field_of(info, key, int, where) for key in ("tp_size", "pp_size", "dp_size")}
+        if sizes["pp_size"] * sizes["dp_size"] > 1:
+            raise Refused(f"{where}: pp_size and dp_size must be 1 for weight updates, they are {sizes}", 400)
+        return sizes["tp_size"]
+
+    async def join(self, meeting: Meeting, first_rank: int, deadline: float) -> None:
+        body = {
+            "master_address": meeting.host,
+            "master_port": meeting.port,
+            "rank_offset": first_rank,
+            "world_size": meeting.world_size,
+            "group_name": meeting.group,
+            "backend": meeting.backend,
+        }
+        await self._acknowledged("/init_weights_update_group", body, deadline)
+
+    async def leave(self, meeting: Meeting) -> None:
+        await self._acknowledged("/destroy_weights_update_group", {"group_name": meeting.group}, CONTROL_DEADLINE)
+
+    async def open_update(self) -> None:
+        await self.wire.post("/pause_generation", {"mode": "abort"}, deadline=CONTROL_DEADLINE)
+        await self._flush()
+        try:
+            await self._acknowledged("/begin_weight_update", SELECTED, CONTROL_DEADLINE)
+        except Refused:  # an update that failed has left its session open
+            await self._acknowledged("/end_weight_update", {}, CONTROL_DEADLINE)
+            await self._acknowledged("/begin_weight_update", SELECTED, CONTROL_DEADLINE)
+
+    async def receive(self, meeting: Meeting, tensors: TensorList, deadline: float) -> None:
+        body = {
+            "names": tensors.names,
+            "dtypes": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "group_name": meeting.group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,  # once, at the end, and confirmed
+            **SELECTED,
+        }
+        await self._acknowledged("/update_weights_from_distributed", body, deadline)
+
+    async def load_folder(self, folder: str, deadline: float) -> None:
+        body = {"model_path": folder, "flush_cache": False, "abort_all_requests": False}
+        await self._acknowledged("/update_weights_from_disk", body, deadline)
+
+    async def close_update(self, version: str) -> None:
+        await self._acknowledged("/end_weight_update", {}, CONTROL_DEADLINE)
+        body = {"new_version": version, "abort_all_requests": False}
+        await self._acknowledged("/update_weight_version", body, CONTROL_DEADLINE)
+        await self._flush()
+
+    async def resume(self) -> None:
+        await self.wire.post("/continue_generation", {}, deadline=CONTROL_DEADLINE)
+
+    async def weights_version(self) -> str:
+        info = await self.wire.get("/model_info", deadline=CONTROL_DEADLINE)
+        return field_of(info, "weight_version", str, f"{self.name}: /model_info")
+
+    async def checksums(self) -> dict[str, str]:
+        answer = await self._acknowledged("/weights_checker", self._check("checksum"), CONTROL_DEADLINE)
+        where = f"{self.name}: /weights_checker"
+        ranks = field_of(answer, "ranks", list, where)
+        return {
+            f"rank {number}: {name}": checksum
+            for number, rank in enumerate(ranks)
+            for name, checksum in field_of(rank, "checksums", Mapping, where).items()
+        }
+
+    async def forget(self) -> None:
+        await self._acknowledged("/weights_checker", self._check("reset_tensors"), CONTROL_DEADLINE)
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Frees GPU memory ("weights", "kv_cache", "cuda_graph"); what was in it is gone and has to be sent again."""
+        await self.wire.post("/release_memory_occupation", {"tags": list(tags)}, deadline=CONTROL_DEADLINE)
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        await self.wire.post("/resume_memory_occupation", {"tags": list(tags)}, deadline=CONTROL_DEADLINE)
+
+    async def close(self) -> None:
+        await self.wire.close()
+
+    async def _flush(self) -> None:
+        """Confirmed: the server refuses with 400 while a request holds pages."""
+        await until_accepted(lambda: self.wire.post("/flush_cache", deadline=CONTROL_DEADLINE))
+
+    async def _acknowledged(self, path: str, body: Mapping[str, Any], deadline: float) -> Any:
+        answer = await self.wire.post(path, body, deadline=deadline)
+        if field_of(answer, "success", bool, f"{self.name}: {path}") is not True:
+            raise Refused(f"{self.name}: {path}: {answer.get('message')}", 400)
+        return answer
+
+    def _check(self, action: str) -> dict[str, Any]:
+        return {"action": action, "skip_tensor_list": [OFF_LIMITS], **SELECTED}
+
+    def _completion(self, answer: Any, prompt_length: int, where: str) -> Completion:
+        meta = field_of(answer, "meta_info", Mapping, where)
+        finish = field_of(field_of(meta, "finish_reason", Mapping, where), "type", str, where)
+        if finish not in ("stop", "length"):
+            raise EngineError(f"{where}: aborted by the engine ({finish})")
+        if meta.get("num_retractions"):
+            raise EngineError(f"{where}: retracted while it ran; its routes are not those of its log-probabilities")
+        tokens = field_of(answer, "output_ids", list, where)
+        chosen, logprobs = _pairs(field_of(meta, "output_token_logprobs", list, where), where)
+        check_tokens(tokens, chosen, logprobs, where)
+        routes = None
+        if self.routes:
+            payload = field_of(meta, "routed_experts", str, where)
+            routes = routes_from_int32(payload, prompt_length + len(tokens) - 1, self.model, where)
+        return Completion(
+            tokens=np.array(tokens, dtype=np.int32),
+            logprobs=logprobs,
+            routes=routes,
+            finish_reason="stop" if finish == "stop" else "length",
+            weights_version=version_of(meta.get("weight_version"), meta.get("weight_versions"), where),
+        )
+
+
+def version_of(version: Any, spans: Any, where: str) -> int:
+    """The one version of the weights that sampled an answer; raises EngineError if there were several or none is known."""
+    if spans and len({span["version"] for span in spans}) > 1:
+        raise EngineError(f"{where}: sampled by several versions of the weights, {spans}")
+    if spans:
+        version = spans[0]["version"]
+    if not isinstance(version, str) or not version.isdecimal():
+        raise Malformed(f"{where}: weights version {version!r} is none of this run's")
+    return int(version)
+
+
+def _pairs(entries: list[Any], where: str) -> tuple[list[int], np.ndarray]:
+    """Tokens and log-probabilities from a list of [log-probability, token, text]."""
+    try:
+        return [int(entry[1]) for entry in entries], np.array([float(entry[0]) for entry in entries], dtype=np.float32)
+    except (TypeError, ValueError, IndexError):
+        raise Malformed(f"{where}: log-probabilities are not [value, token, text]") from None

@@ -1,0 +1,88 @@
+"""The process group over which weights go from trainer rank 0 to the ranks of engines, apart from every other group.
+
+SGLang 0.5.23 makes its end with `init_custom_process_group` (`srt/utils/common.py`), which calls torch's
+`_new_process_group_helper` on a store prefixed with the group's name; both ends have to do the same to meet. torch 2.11
+has no public way to do it between programs that share no default group, hence the private import, here only.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from glm5_next.launchers.engines.client import Meeting, TensorList
+
+POLL_SECONDS = 0.0005
+
+
+def listen(host: str, timeout: timedelta) -> dist.TCPStore:
+    """A store that listens on `host` only (torch's default is every interface), on a free port."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as server:
+        server.bind((host, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        return dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=server.detach()
+        )
+
+
+def join(meeting: Meeting, rank: int, timeout: timedelta, store: dist.Store | None = None) -> dist.ProcessGroup:
+    """Waits for all ranks; rank 0 gives the store it listens on."""
+    from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
+
+    if store is None:
+        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+    group, _ = _new_process_group_helper(
+        meeting.world_size,
+        rank,
+        [],
+        Backend(meeting.backend),
+        dist.PrefixStore(meeting.group, store),
+        group_name=meeting.group,  # type: ignore[arg-type]
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {i: i for i in range(meeting.world_size)}
+    return group
+
+
+def in_order(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Widest elements first: then every tensor of a flattened bucket starts at a multiple of its element size."""
+    return sorted(bucket, key=lambda item: -item[1].element_size())
+
+
+def described(bucket: Sequence[tuple[str, Tensor]]) -> TensorList:
+    return TensorList(
+        names=tuple(name for name, _ in bucket),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
+    )
+
+
+def flattened(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor:
+    """All tensors' bytes in one uint8 tensor on the group's device."""
+    return torch.cat([tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
+
+
+def received(tensors: TensorList, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    """An engine's end of a broadcast: what was sent under its names."""
+    kinds = [getattr(torch, dtype) for dtype in tensors.dtypes]
+    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(tensors.shapes, kinds, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    dist.broadcast(flat, src=0, group=group)
+    for name, shape, kind, part in zip(tensors.names, tensors.shapes, kinds, flat.split(sizes), strict=True):
+        yield name, part.view(kind).view(shape)
+
+
+def broadcast(flat: Tensor, group: dist.ProcessGroup, go_on: Callable[[], Any]) -> None:
+    """Sends from rank 0. `go_on` is called while it waits and raises to give up: a peer that failed never receives."""
+    work = dist.broadcast(flat, src=0, group=group, async_op=True)
+    while not work.is_completed():
+        go_on()
+        time.sleep(POLL_SECONDS)
+    work.wait()
