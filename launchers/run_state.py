@@ -35,6 +35,8 @@ class RunState:
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "dropped_by_reason":
+                if not isinstance(value, dict) or not all(type(count) is int for count in value.values()):
+                    raise ValueError(f"dropped_by_reason must be whole numbers by reason, got {value!r}")
                 continue
             if item.type is str:
                 if not isinstance(value, str):

@@ -135,7 +135,7 @@ class Publisher:
             calls.append(self.loop.start(_named(client, client.join(self.meeting, first, self.deadline))))
             first += sizes[client.name]
         try:
-            self.group = join(self.meeting, 0, MEETING_DEADLINE, store)
+            self.group = join(self.meeting, store, MEETING_DEADLINE)
         except RuntimeError:
             self._give_up(calls)
         self._collect(calls)

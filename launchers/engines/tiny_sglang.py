@@ -6,17 +6,17 @@ one call; unknown fields of a request are ignored, unknown sampling parameters r
 
 import base64
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from glm5_next.launchers.engines.client import Meeting, TensorList
 from glm5_next.launchers.engines.tiny_host import Job, ModelHost
-from glm5_next.launchers.engines.weight_group import join, received
+from glm5_next.launchers.engines.weight_group import EngineEnd
 
 Answer = tuple[int, Any]
 OK, BAD_REQUEST = 200, 400
@@ -38,18 +38,19 @@ SAMPLING_PARAMETERS = frozenset(
     )
 )
 FUSED = ("q_a_proj.", "kv_a_proj_with_mqa.")
-GROUP_TIMEOUT = timedelta(seconds=60)
+GROUP_TIMEOUT = timedelta(seconds=600)
 
 
 class SGLangProtocol:
     """`handle` answers one request; a text answer is sent as text, everything else as JSON."""
 
+    group_timeout = GROUP_TIMEOUT
     open_paths = ("/health", "/ready", "/metrics")  # need no key
 
     def __init__(self, host: ModelHost, *, tp: int = 1):
         self.host, self.tp = host, tp
         self.session = False
-        self.groups: dict[str, list[dist.ProcessGroup]] = {}
+        self.groups: dict[str, list[EngineEnd]] = {}
 
     def handle(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         name = "do_" + path.strip("/").replace("/", "_")
@@ -106,17 +107,14 @@ class SGLangProtocol:
             body["master_address"], body["master_port"], body["world_size"], body["group_name"], body["backend"]
         )
         try:
-            self.groups[meeting.group] = [join(meeting, body["rank_offset"], GROUP_TIMEOUT)]
+            self.groups[meeting.group] = self._ends(meeting, body["rank_offset"])
         except (RuntimeError, ValueError) as error:
             return _done(False, f"Failed to initialize custom process group: {error}.")
         return _done(True, "Succeeded to initialize custom process group.")
 
     def do_destroy_weights_update_group(self, body: dict[str, Any]) -> Answer:
-        groups = self.groups.pop(body["group_name"], None)
-        if groups is None:
+        if self.groups.pop(body["group_name"], None) is None:
             return _done(False, "The group to be destroyed does not exist.")
-        for group in groups:
-            dist.destroy_process_group(group)
         return _done(True, "Succeeded to destroy custom process group.")
 
     def do_begin_weight_update(self, body: dict[str, Any]) -> Answer:
@@ -138,10 +136,11 @@ class SGLangProtocol:
             )
         tensors = TensorList(tuple(body["names"]), tuple(body["dtypes"]), tuple(map(tuple, body["shapes"])))
         try:
-            (group,) = self.groups[body["group_name"]]
-            items = list(received(tensors, group, torch.device("cpu")))
+            with ThreadPoolExecutor(self.tp) as ranks:
+                items, *others = ranks.map(lambda end: list(end.received(tensors)), self.groups[body["group_name"]])
         except (RuntimeError, KeyError) as error:
             return _done(False, f"Failed to receive weights: {error}")
+        assert all(torch.equal(one[1], other[1]) for rank in others for one, other in zip(items, rank, strict=True))
         self.host.load(_whole_pairs(items))
         return self._updated(body, "Succeeded to update parameter online.")
 
@@ -167,6 +166,13 @@ class SGLangProtocol:
             ranks = [{"checksums": self.host.checksums(skip)}]
             return OK, {"success": True, "message": "Success", "ranks": ranks}
         return _done(False, f"Unsupported action={action!r}")
+
+    def _ends(self, meeting: Meeting, first_rank: int) -> list[EngineEnd]:
+        """One for each tensor-parallel rank."""
+        with ThreadPoolExecutor(self.tp) as ranks:
+            return list(
+                ranks.map(lambda rank: EngineEnd(meeting, first_rank + rank, self.group_timeout), range(self.tp))
+            )
 
     def _updated(self, body: dict[str, Any], message: str) -> Answer:
         if body.get("weight_version") is not None:

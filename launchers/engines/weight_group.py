@@ -32,15 +32,13 @@ def listen(host: str, timeout: timedelta) -> dist.TCPStore:
         )
 
 
-def join(meeting: Meeting, rank: int, timeout: timedelta, store: dist.Store | None = None) -> dist.ProcessGroup:
-    """Waits for all ranks; rank 0 gives the store it listens on."""
+def join(meeting: Meeting, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
+    """The trainer's end, rank 0; waits for all others."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
-    if store is None:
-        store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
     group, _ = _new_process_group_helper(
         meeting.world_size,
-        rank,
+        0,
         [],
         Backend(meeting.backend),
         dist.PrefixStore(meeting.group, store),
@@ -49,6 +47,28 @@ def join(meeting: Meeting, rank: int, timeout: timedelta, store: dist.Store | No
     )
     _world.pg_group_ranks[group] = {i: i for i in range(meeting.world_size)}
     return group
+
+
+class EngineEnd:
+    """An engine's end on a CPU, apart from torch's register of groups: one process may have several.
+
+    The prefixes are those that `_new_process_group_helper` puts before the keys of a gloo group.
+    """
+
+    def __init__(self, meeting: Meeting, rank: int, timeout: timedelta):
+        store: dist.Store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=timeout)
+        for prefix in (meeting.group, f"{meeting.group}/", "cpu/"):
+            store = dist.PrefixStore(prefix, store)
+        self.group = dist.ProcessGroupGloo(store, rank, meeting.world_size, timeout)
+
+    def received(self, tensors: TensorList) -> Iterator[tuple[str, Tensor]]:
+        """What was broadcast, under its names."""
+        kinds = [getattr(torch, dtype) for dtype in tensors.dtypes]
+        sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(tensors.shapes, kinds, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.group.broadcast(flat, 0).wait()  # type: ignore[attr-defined]
+        for name, shape, kind, part in zip(tensors.names, tensors.shapes, kinds, flat.split(sizes), strict=True):
+            yield name, part.view(kind).view(shape)
 
 
 def in_order(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
@@ -67,16 +87,6 @@ def described(bucket: Sequence[tuple[str, Tensor]]) -> TensorList:
 def flattened(bucket: Sequence[tuple[str, Tensor]], device: torch.device) -> Tensor:
     """All tensors' bytes in one uint8 tensor on the group's device."""
     return torch.cat([tensor.detach().to(device).contiguous().view(-1).view(torch.uint8) for _, tensor in bucket])
-
-
-def received(tensors: TensorList, group: dist.ProcessGroup, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """An engine's end of a broadcast: what was sent under its names."""
-    kinds = [getattr(torch, dtype) for dtype in tensors.dtypes]
-    sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(tensors.shapes, kinds, strict=True)]
-    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-    dist.broadcast(flat, src=0, group=group)
-    for name, shape, kind, part in zip(tensors.names, tensors.shapes, kinds, flat.split(sizes), strict=True):
-        yield name, part.view(kind).view(shape)
 
 
 def broadcast(flat: Tensor, group: dist.ProcessGroup, go_on: Callable[[], Any]) -> None:

@@ -17,6 +17,7 @@ STATE = RunState(
     samples_drawn=192,
     samples_trained=128,
     samples_dropped=64,
+    dropped_by_reason={"equal rewards": 60, "request deadline": 4},
 )
 
 
@@ -36,6 +37,9 @@ def test_a_state_loads_as_it_was_saved(tmp_path):
         ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
         ({"prompts_digest": 5}, "prompts_digest must be a text"),
         ({"nxet_step": 1}, r"missing keys \[\], unknown keys \['nxet_step'\]"),
+        ({"dropped_by_reason": {"equal rewards": 63}}, "dropped_by_reason .*is not samples_dropped .64."),
+        ({"dropped_by_reason": {"equal rewards": "64"}}, "dropped_by_reason must be whole numbers by reason"),
+        ({"dropped_by_reason": [64]}, "dropped_by_reason must be whole numbers by reason"),
         ({"samples_dropped": 63}, "samples_drawn .192. is not samples_trained .128."),
     ],
 )
