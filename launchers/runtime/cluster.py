@@ -88,7 +88,7 @@ class Cluster:
         self.version = version
         if self.servers is not None:
             num_bytes = self.servers.publish(version, self._send)
-            self._reaper.watch()  # servers that were started again
+            self._reaper.all_started()  # servers that died are started again
             return num_bytes
         sinks = [RemoteSink(engine, number) for number, engine in enumerate(self.engines.values())]
         return max(self.train("publish", sinks, version))

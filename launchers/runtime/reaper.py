@@ -35,7 +35,7 @@ class Reaper:
             raise RuntimeError(f"{__file__} did not start (exit status {self._process.wait()})")
 
     def all_started(self) -> None:
-        """Lets it look once more, and then no more until the end."""
+        """Lets it look once more, and then no more until the next call, or the end."""
         assert self._process.stdin is not None
         self._process.stdin.write("all started\n")
         self._process.stdin.flush()

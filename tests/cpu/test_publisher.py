@@ -135,16 +135,6 @@ def test_half_of_a_fused_projection_is_dropped_by_the_engine_and_named(publisher
         publisher.commit_update({})
 
 
-@pytest.mark.parametrize("limit", [1, 100_000, 10**9])
-def test_buckets_of_any_size_keep_what_servers_fuse_together(limit, monkeypatch, weights):
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", limit)
-    for bucket in weight_sync._buckets(weights):
-        names = {name for name, _ in bucket}
-        for name in names:
-            for one, other in (("q_a_proj", "kv_a_proj_with_mqa"), ("gate_proj", "up_proj"), ("q_conv1d", "k_conv1d")):
-                partner = name.replace(one, other)
-                assert one not in name or partner in names or partner not in dict(weights), (name, partner)
-
 
 def test_a_layer_that_changed_in_the_trainer_only_is_named_later(publisher, engines, weights):
     publish(weights, [publisher], 0)
