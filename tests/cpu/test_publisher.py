@@ -135,7 +135,6 @@ def test_half_of_a_fused_projection_is_dropped_by_the_engine_and_named(publisher
         publisher.commit_update({})
 
 
-
 def test_a_layer_that_changed_in_the_trainer_only_is_named_later(publisher, engines, weights):
     publish(weights, [publisher], 0)
     for one in engines:  # both, or the difference between them would be the news
