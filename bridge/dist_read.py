@@ -166,12 +166,16 @@ def _runs(shape: Sequence[int], start: Sequence[int], size: Sequence[int]) -> It
 
 def _values_begin(file: int, block: SavedBlock, dtype: torch.dtype) -> int:
     """Where a block's values begin; checks that they are its values, row by row, and nothing else."""
+    if not 0 <= block.begin <= block.begin + block.length <= os.fstat(file).st_size:
+        raise ValueError(
+            f"{block.file}: ends before byte {block.begin + block.length}, where .metadata says a tensor lies"
+        )
     try:
         with torch.serialization.skip_data():
             part = io.BufferedReader(FilePart(file, block.begin, block.length))
             tensor = torch.load(part, map_location="cpu", weights_only=True)
         begin = data_begin(file, block.begin, block.length)
-    except (RuntimeError, pickle.UnpicklingError, ValueError) as error:
+    except (RuntimeError, pickle.UnpicklingError, ValueError, EOFError) as error:
         raise ValueError(f"{block.file}: no tensor at byte {block.begin} ({error})") from None
     is_plain = isinstance(tensor, Tensor) and tensor.is_contiguous() and tensor.storage_offset() == 0
     if not is_plain or tensor.dtype != dtype or tuple(tensor.shape) != block.shape:

@@ -89,6 +89,14 @@ def write_object(file: io.BufferedRandom, value: Any) -> tuple[int, int]:
     return offset, file.tell() - offset
 
 
+class _Writer(FileSystemWriter):
+    """torch's writer, which would also note the name of the folder: it is not the final one."""
+
+    @property
+    def checkpoint_id(self) -> str:
+        return ""
+
+
 def write_metadata(folder: Path, keys: Mapping[str, Mapping[str, Any]], save_id: str) -> None:
     """Writes `.metadata` and `metadata.json`.
 
@@ -106,7 +114,7 @@ def write_metadata(folder: Path, keys: Mapping[str, Mapping[str, Any]], save_id:
         properties = TensorProperties(dtype=DTYPES[content["dtype"]])
         state[key] = TensorStorageMetadata(properties, torch.Size(content["size"]), chunks)
         results += [_result(MetadataIndex(key, block["offset"]), block["place"]) for block in content["blocks"]]
-    writer = FileSystemWriter(folder)
+    writer = _Writer(folder)
     writer.save_id = save_id  # torch would draw one
     writer.finish(Metadata(state), [results])
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -20,6 +20,7 @@ from glm5_next.bridge.name_map import (
     model_tensors,
     on_disk,
 )
+from glm5_next.bridge.shards import shorten
 from glm5_next.bridge.transforms import unshard
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -63,7 +64,8 @@ def save_hf_folder(
         for name, tensor in weights:
             writer.add(name, tensor.cpu())
         rest = sorted(inventory(stored_as(source.config, dtype)).keys() - writer.shards.written)
-        logger.info("%s: %d tensors that the model does not hold are copied from %s", out, len(rest), source.folder)
+        what = "%s: %d tensors that the model does not hold are copied from %s: %s"
+        logger.info(what, out, len(rest), source.folder, shorten(rest))
         writer.copy_from_source(rest)
 
 

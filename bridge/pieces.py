@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from glm5_next.bridge.shards import read_json
+from glm5_next.bridge.shards import read_json, shorten
 
 STATE = ".conversion"
 MANIFEST = "manifest.json"
@@ -164,15 +164,16 @@ class Work:
         return self.state / RECORDS / f"{number:06d}.json"
 
     def _check_same(self, begun: dict[str, Any], where: Path) -> None:
+        """Raises ValueError that names every setting or input that is not as it was."""
         for kind, now in self.manifest.items():
             before = begun.get(kind, {})
-            for name in sorted(before.keys() | now.keys()):
-                if before.get(name) != now.get(name):
-                    was = f"{before.get(name)!r} and is now {now.get(name)!r}"
-                    raise ValueError(
-                        f"{where}: was begun with other {kind}: {name} was {was}; "
-                        f"repeat it as it was begun, or remove {where} to start over"
-                    )
+            names = [name for name in sorted(before.keys() | now.keys()) if before.get(name) != now.get(name)]
+            if names:
+                changes = [f"{name} was {before.get(name)!r} and is now {now.get(name)!r}" for name in names]
+                raise ValueError(
+                    f"{where}: was begun with other {kind}: {shorten(changes)}; repeat it as it was begun, or remove "
+                    f"{where} to start over"
+                )
 
 
 def identity(path: Path) -> list[int]:

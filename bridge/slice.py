@@ -88,7 +88,7 @@ def sliced_config(raw_config: dict[str, Any], layers: int, *, mtp: bool, vision:
     if not 1 <= layers <= before:
         raise ValueError(f"--layers is {layers}; the checkpoint has {before} layers")
     for key, value in text.items():
-        if isinstance(value, list) and len(value) == before:
+        if isinstance(value, list) and len(value) == before and not key.endswith("_token_id"):
             text[key] = value[:layers]
     text["num_hidden_layers"] = layers
     if "first_k_dense_replace" in text:

@@ -5,6 +5,24 @@ from typing import Any, Literal
 
 from glm5_next.bridge.tiny_tokenizer import END_TOKENS, TOKEN_IDS, VOCAB_SIZE
 
+# Sizes of the released model's layers, for measurements at full width with few layers and experts.
+RELEASED_WIDTHS = {
+    "hidden": 4096,
+    "vocab": 154880,
+    "dense_width": 12288,
+    "expert_width": 2048,
+    "kda_heads": 64,
+    "kda_head_dim": 128,
+    "heads": 64,
+    "q_lora": 1536,
+    "kv_lora": 512,
+    "qk_head_dim": 256,
+    "v_head_dim": 256,
+    "index_heads": 32,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TinyModel:

@@ -1,6 +1,7 @@
 """This rank's part of the model, wrapped as Megatron's schedules expect it."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
@@ -36,19 +37,25 @@ def build_chunks(config: Glm5NextTransformerConfig, provider: Provider | None = 
 
 
 def wrap_ddp(
-    chunks: Sequence[torch.nn.Module], config: Glm5NextTransformerConfig, *, distributed_optimizer: bool
+    chunks: Sequence[torch.nn.Module],
+    config: Glm5NextTransformerConfig,
+    *,
+    distributed_optimizer: bool,
+    **overrides: Any,
 ) -> list[DistributedDataParallel]:
     """Megatron's data parallelism: fp32 gradient buffers, summed (not averaged) over replicas.
 
     The sum is divided by the number of trained tokens of the whole step when gradients are finalised, so a step does
-    not depend on how it is cut into micro-batches and ranks. A non-finite gradient stops the run.
+    not depend on how it is cut into micro-batches and ranks. A non-finite gradient stops the run. `overrides` are fields
+    of Megatron's own settings, for frameworks that bring theirs.
     """
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
-        check_for_nan_in_grad=True,
-        average_in_collective=False,
-    )
+    settings = {
+        "grad_reduce_in_fp32": True,
+        "overlap_grad_reduce": False,
+        "use_distributed_optimizer": distributed_optimizer,
+        "check_for_nan_in_grad": True,
+        "average_in_collective": False,
+    }
+    ddp_config = DistributedDataParallelConfig(**(settings | overrides))
     config.finalize_model_grads_func = finalize_model_grads
     return [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]

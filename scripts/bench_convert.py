@@ -7,7 +7,8 @@
 Writes a checkpoint of random values with the released model's dimensions into FOLDER (which must be new), then takes
 turns: cp, Hugging Face -> Megatron, cp, Megatron -> Hugging Face. Every copy ends when its bytes are on disk: the
 conversions flush their files, cp is followed by `sync` of its files. All read from the page cache, except where it is too
-small. Prints GB/s and the ratio to cp; the median over rounds counts. FOLDER is removed at the end.
+small. Prints GB/s, the mean of what is read and what is written (the same but for FP8), and the ratio to cp; the median
+over rounds counts. FOLDER is removed at the end.
 
 With --load it compares the two ways in which ranks of one node can read one checkpoint at start, from a cold cache:
 every rank reads what it needs, or one reads and broadcasts (gloo).
@@ -32,28 +33,13 @@ from glm5_next.bridge.conversion import Options
 from glm5_next.bridge.hf_folder import write_index, write_json
 from glm5_next.bridge.name_map import inventory
 from glm5_next.bridge.shards import ShardWriter, create_shards, plan_shards
-from glm5_next.bridge.tiny_config import TinyModel, composite_config
+from glm5_next.bridge.tiny_config import RELEASED_WIDTHS, TinyModel, composite_config
 from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
 from glm5_next.plugins.config import Glm5NextConfig
 
 EXPERT_GB = 0.0503
 BLOCK = 2**24  # random values, written again and again
-RELEASED = {
-    "hidden": 4096,
-    "dense_width": 12288,
-    "expert_width": 2048,
-    "kda_heads": 64,
-    "kda_head_dim": 128,
-    "heads": 64,
-    "q_lora": 1536,
-    "kv_lora": 512,
-    "qk_head_dim": 256,
-    "v_head_dim": 256,
-    "index_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-    "vocab": 32768,
-}
+VOCAB = 32768  # the released one would be half of a small checkpoint
 
 
 def main() -> None:
@@ -81,7 +67,15 @@ def write_checkpoint(out: Path, gigabytes: float, *, fp8: bool) -> int:
     """One KDA layer with a dense MLP, one DSA layer with as many experts as make up the size."""
     experts = max(2, round((gigabytes - 1.4) / EXPERT_GB * (2 if fp8 else 1)))
     raw = composite_config(
-        TinyModel(layers=2, dense_layers=1, experts=experts, fp8=fp8, mtp=False, vision=False, **RELEASED)
+        TinyModel(
+            layers=2,
+            dense_layers=1,
+            experts=experts,
+            fp8=fp8,
+            mtp=False,
+            vision=False,
+            **RELEASED_WIDTHS | {"vocab": VOCAB},
+        )
     )
     raw["text_config"]["layer_types"] = ["linear_attention", "deepseek_sparse_attention"]
     plans = plan_shards(inventory(Glm5NextConfig.from_hf(raw)), 5)
@@ -111,30 +105,34 @@ def bench_conversion(folder: Path, size: int, rounds: int, options: Options) -> 
         subprocess.run(["cp", "-r", source, copy], check=True)
         sync(copy)
 
-    steps: dict[str, Callable[[], object]] = {
-        "cp of the Hugging Face folder": lambda: copied(hf),
-        "Hugging Face -> Megatron": lambda: hf_to_megatron(hf, megatron, options),
-        "cp of the Megatron checkpoint": lambda: copied(megatron),
-        "Megatron -> Hugging Face": lambda: megatron_to_hf(megatron, back, None, options=options),
+    # name -> what it does, what it reads, what it writes
+    steps: dict[str, tuple[Callable[[], object], Path, Path]] = {
+        "cp of the Hugging Face folder": (lambda: copied(hf), hf, copy),
+        "Hugging Face -> Megatron": (lambda: hf_to_megatron(hf, megatron, options), hf, megatron),
+        "cp of the Megatron checkpoint": (lambda: copied(megatron), megatron, copy),
+        "Megatron -> Hugging Face": (lambda: megatron_to_hf(megatron, back, None, options=options), megatron, back),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    rates: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
-        for name, step in steps.items():
+        for name, (step, source, target) in steps.items():
             start = time.perf_counter()
             step()
-            seconds[name].append(time.perf_counter() - start)
-            print(f"round {number + 1}: {name}: {size / 1e9 / seconds[name][-1]:.3f} GB/s", flush=True)
+            seconds = time.perf_counter() - start
+            rates[name].append((size_of(source) + size_of(target)) / 2e9 / seconds)
+            print(f"round {number + 1}: {name}: {rates[name][-1]:.3f} GB/s", flush=True)
             shutil.rmtree(copy, ignore_errors=True)
         for output in (megatron, back):
             shutil.rmtree(output)
-    print(
-        f"{size / 1e9:.2f} GB, {rounds} rounds, {len(os.sched_getaffinity(0))} cores; baseline: cp, same bytes, same disk"
-    )
+    print(f"{size / 1e9:.2f} GB, {rounds} rounds, {len(os.sched_getaffinity(0))} cores; baseline: cp on the same disk")
     names = list(steps)
     for baseline, conversion in zip(names[::2], names[1::2]):
-        ratios = [a / b for a, b in zip(seconds[baseline], seconds[conversion])]
+        ratios = [b / a for a, b in zip(rates[baseline], rates[conversion])]
         listed = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"{conversion}: {statistics.median(ratios):.0%} of cp (rounds: {listed})")
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
 
 
 def sync(folder: Path) -> None:

@@ -11,9 +11,9 @@ from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.conversion import Options, Report
 from glm5_next.bridge.dist_read import DistCheckpoint
 from glm5_next.bridge.hf_folder import ExportDtype
+from glm5_next.bridge.pieces import flush
 from glm5_next.bridge.to_hf import to_hf
 from glm5_next.bridge.to_megatron import to_megatron
-from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.runtime.checkpoint_folder import MARKER, ORIGIN_FILE, Origin, check_finished
 
 
@@ -24,11 +24,12 @@ def hf_to_megatron(source: Path, out: Path, options: Options | None = None) -> R
     origin = Origin(hf=str(source.resolve()), precision={"bfloat16": "bf16", "float32": "fp32"}[dtype])
 
     def complete(folder: Path) -> None:
-        write_atomic(folder / ORIGIN_FILE, json.dumps(asdict(origin)).encode())
+        (folder / ORIGIN_FILE).write_text(json.dumps(asdict(origin)))
 
     report = to_megatron(checkpoint, out, precision=dtype, complete=complete, options=options or Options())
     if report.is_finished:
-        write_atomic(out / MARKER, b"")
+        (out / MARKER).touch()  # has no content, so it is whole or not there
+        flush(out)
     return report
 
 

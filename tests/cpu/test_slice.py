@@ -12,6 +12,7 @@ from glm5_next.bridge.name_map import LANGUAGE, VISION
 from glm5_next.bridge.reference import load_reference
 from glm5_next.bridge.slice import slice_checkpoint, sliced_config
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+from glm5_next.bridge.tiny_config import TinyModel, composite_config
 from glm5_next.bridge.verify import compare
 from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
 
@@ -109,3 +110,9 @@ def test_the_released_config_is_cut_in_every_list():
     text = raw.get("text_config", raw)
     assert not [key for key, value in text.items() if isinstance(value, list) and len(value) == 45]
     assert text["layer_types"][3] != text["layer_types"][2]
+
+
+def test_a_list_of_token_ids_is_not_cut_even_if_there_are_as_many_as_layers():
+    ids = composite_config(TinyModel())["text_config"]["eos_token_id"]
+    raw = composite_config(TinyModel(layers=len(ids)))
+    assert sliced_config(raw, 1, mtp=True, vision=True)["text_config"]["eos_token_id"] == ids

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-import glm5_next.bridge  # registers with mbridge
 from glm5_next.bridge import export, load, local_tensors
 from glm5_next.bridge.checkpoint import TORCH_DTYPES, Checkpoint
-from glm5_next.bridge.name_map import text_tensors
+from glm5_next.bridge.name_map import model_tensors
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
-from glm5_next.bridge.verify import compare
 from glm5_next.plugins.chunks import build_chunks
 from glm5_next.plugins.megatron_config import megatron_config
 from glm5_next.plugins.topology import Topology
@@ -25,8 +23,6 @@ from tests.support import tiny  # noqa: F401 - installs the CPU runtime
 from tests.support.encoded import GLOBAL_LAYER, decode, write_encoded_checkpoint
 from tests.support.faults import Fault, edit, planted
 from tests.support.ranks import run_ranks
-
-from mbridge import AutoBridge  # isort: skip  (after our bridge, as a user would)
 
 TP2 = Topology(world_size=2, tp=2)
 EP2 = Topology(world_size=2, ep=2)
@@ -88,9 +84,9 @@ def described(name: str, tensor: Tensor) -> tuple[str, torch.dtype, tuple[int, .
     return name, tensor.dtype, tuple(tensor.shape), digest(tensor)
 
 
-def stored_tensors(checkpoint: Checkpoint) -> list:
+def stored_tensors(checkpoint: Checkpoint, *, mtp: bool = False) -> list:
     """What an export has to yield, in order."""
-    names = [name for entry in text_tensors(checkpoint.config) for name in entry.hf]
+    names = [name for entry in model_tensors(checkpoint.config, mtp=mtp) for name in entry.hf]
     return [described(name, checkpoint.read(name)) for name in names]
 
 
@@ -305,27 +301,3 @@ def test_a_vocabulary_that_does_not_divide_is_padded_with_zeros_and_cut_on_expor
         assert {name: len(weight) for name, weight in rows.items()} == dict.fromkeys(rows, count)
         assert not any(weight.any() for weight in rows.values())
         assert exported == expected
-
-
-# The same through mbridge.
-
-
-def through_mbridge(folder: Path, out: Path, topology: Topology) -> tuple[str, list]:
-    start(topology)
-    bridge = AutoBridge.from_pretrained(str(folder))
-    models = bridge.get_model()
-    for _, tensor in held(models):
-        tensor.data.fill_(float("nan"))
-    bridge.load_weights(models, str(folder))
-    exported = [described(*item) for item in bridge.export_weights(models)]
-    bridge.save_weights(models, str(out))
-    return type(bridge).__module__, exported
-
-
-def test_mbridge_finds_our_bridge_and_saves_a_folder_equal_to_the_source(tmp_path):
-    folder = write_tiny_checkpoint(tmp_path / "hf", layers=4)
-    out, topology = tmp_path / "out", Topology(world_size=2, tp=2, ep=2)
-    for module, exported in run_ranks(through_mbridge, 2, folder, out, topology, timeout=60):
-        assert module == glm5_next.bridge.BRIDGE_MODULE
-        assert exported == stored_tensors(Checkpoint(folder))
-    assert compare(folder, out).equal, compare(folder, out).lines()

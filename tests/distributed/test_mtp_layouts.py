@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core import tensor_parallel
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.export import export_weights
 from glm5_next.bridge.load import load_weights
+from glm5_next.bridge.local_tensors import unwrapped
 from glm5_next.bridge.name_map import model_tensors, mtp_tensors, on_disk
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+from glm5_next.launchers.runtime.convert import hf_to_megatron
+from glm5_next.launchers.runtime.optimizer_state import METADATA
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import megatron_config
 from glm5_next.plugins.topology import Topology
-from tests.distributed.test_bridge_layouts import described, start
+from tests.distributed.test_bridge_layouts import described, held, start
 from tests.support.ranks import run_ranks
 from tests.support.tiny import relative_error, tokens
 
@@ -38,10 +41,8 @@ def built(checkpoint: Checkpoint, topology: Topology, dtype: torch.dtype, *, mtp
     extra = {"mtp_num_layers": 1 if mtp else None, "perform_initialization": False}
     config = megatron_config(checkpoint.config, topology, dtype=dtype, on_cpu=True, **extra)
     chunks = build_chunks(config)
-    for chunk in chunks:
-        for tensor in chunk.state_dict(keep_vars=True).values():
-            if isinstance(tensor, Tensor):
-                tensor.data.fill_(float("nan"))
+    for _, tensor in held(chunks):
+        tensor.data.fill_(float("nan"))
     load_weights(chunks, checkpoint)
     return chunks
 
@@ -75,6 +76,36 @@ def test_a_model_without_the_layer_exports_everything_else(fp8):
     mtp = {name for entry in mtp_tensors(config) for name in on_disk(entry, config)}
     (found,) = run_ranks(exported, 1, fp8, Topology(), False, timeout=90)
     assert {name for name, *_ in found} == Checkpoint(fp8).tensors.keys() - mtp
+
+
+def not_as_loaded(folder: Path, converted: Path, topology: Topology) -> list[str]:
+    """Tensors of the rank that Megatron reads from a converted checkpoint otherwise than the bridge from the source."""
+    chunks = built(Checkpoint(folder), topology, torch.bfloat16)
+    expected = [tensor.clone() for _, tensor in held(chunks)]
+    for _, tensor in held(chunks):
+        tensor.data.fill_(float("nan"))
+    tree = {f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(chunks)}
+    loaded = dist_checkpointing.load(tree, str(converted))
+    for index, chunk in enumerate(chunks):
+        unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    found = held(chunks)
+    return [name for (name, tensor), wanted in zip(found, expected, strict=True) if not torch.equal(tensor, wanted)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_megatron_loads_a_converted_checkpoint_as_the_bridge_loads_its_source(fp8, tmp_path, layout):
+    hf_to_megatron(fp8, tmp_path / "megatron")
+    topology = LAYOUTS[layout]
+    for wrong in run_ranks(not_as_loaded, topology.world_size, fp8, tmp_path / "megatron", topology, timeout=90):
+        assert not wrong
+
+
+def test_megatron_loads_another_checkpoint_otherwise(fp8, tmp_path):
+    sizes = {"hidden": 192, "expert_width": 160, "dense_width": 288, "q_lora": 144}
+    other = write_tiny_checkpoint(tmp_path / "hf", seed=1, fp8=True, **sizes, **SIZES)
+    hf_to_megatron(other, tmp_path / "megatron")
+    (wrong,) = run_ranks(not_as_loaded, 1, fp8, tmp_path / "megatron", Topology(), timeout=90)
+    assert len(wrong) > 90
 
 
 def gradients(folder: Path, topology: Topology) -> dict[str, Tensor]:

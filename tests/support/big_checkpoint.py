@@ -10,33 +10,18 @@ import numpy as np
 
 from glm5_next.bridge.hf_folder import write_index, write_json
 from glm5_next.bridge.name_map import inventory
-from glm5_next.bridge.shards import ShardPlan, create_shards, plan_shards
-from glm5_next.bridge.tiny_config import TinyModel, composite_config
+from glm5_next.bridge.shards import ShardPlan, Stored, create_shards, plan_shards
+from glm5_next.bridge.tiny_config import RELEASED_WIDTHS, TinyModel, composite_config
 from glm5_next.plugins.config import Glm5NextConfig
 
 STRIP = 4096  # bytes with values, at the start, in the middle and at the end of a tensor
-RELEASED = {
-    "hidden": 4096,
-    "vocab": 154880,
-    "dense_width": 12288,
-    "expert_width": 2048,
-    "kda_heads": 64,
-    "kda_head_dim": 128,
-    "heads": 64,
-    "q_lora": 1536,
-    "kv_lora": 512,
-    "qk_head_dim": 256,
-    "v_head_dim": 256,
-    "index_heads": 32,
-    "index_head_dim": 128,
-    "index_topk": 2048,
-}
 
 
-def write_big_checkpoint(out: Path, *, experts: int, vocab: int = RELEASED["vocab"]) -> int:
+def write_big_checkpoint(out: Path, *, experts: int) -> int:
     """One KDA layer with a dense MLP and one DSA layer with `experts` experts; returns the bytes of all tensors."""
-    sizes = RELEASED | {"vocab": vocab}
-    raw = composite_config(TinyModel(layers=2, dense_layers=1, experts=experts, mtp=False, vision=False, **sizes))
+    raw = composite_config(
+        TinyModel(layers=2, dense_layers=1, experts=experts, mtp=False, vision=False, **RELEASED_WIDTHS)
+    )
     raw["text_config"]["layer_types"] = ["linear_attention", "deepseek_sparse_attention"]
     plans = plan_shards(inventory(Glm5NextConfig.from_hf(raw)), 5)
     out.mkdir(parents=True)
@@ -54,10 +39,16 @@ def _fill(path: Path, plan: ShardPlan) -> None:
         for name, stored in plan.tensors.items():
             generator = np.random.default_rng(list(hashlib.sha256(name.encode()).digest()))
             size = min(STRIP, stored.end - stored.begin)
-            middle = (stored.begin + stored.end - size) // 2 // 4 * 4
-            for at in (stored.begin, max(stored.begin, middle), stored.end - size):
+            for at in strip_offsets(stored):
                 file.seek(at)
                 file.write(_numbers(generator, size))
+
+
+def strip_offsets(stored: Stored) -> tuple[int, int, int]:
+    """Where in its file a tensor has values: at its start, in the middle and before its end."""
+    size = min(STRIP, stored.end - stored.begin)
+    middle = (stored.begin + stored.end - size) // 2 // 4 * 4
+    return stored.begin, max(stored.begin, middle), stored.end - size
 
 
 def _numbers(generator: np.random.Generator, size: int) -> bytes:
