@@ -7,7 +7,7 @@ servers again). A request that fails goes to another engine while the sample's d
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -44,7 +44,7 @@ class Fleet:
         self.finished = self.asked = 0  # requests of the current call, for who watches
         self.tokens = 0
         self._calls = 0
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # of the current call: it belongs to an event loop
 
     @property
     def ready(self) -> list[Member]:
@@ -67,6 +67,7 @@ class Fleet:
     ) -> list[list[Completion | Lost]]:
         """All samples that came in time; `Lost` for the others. Nothing is left running, here or on an engine."""
         self._calls += 1
+        self._changed = asyncio.Condition()
         requests = [
             Request(
                 id=f"{self._calls}-{seed}-{number}.{copy}",
@@ -121,11 +122,12 @@ class Fleet:
         """One sample from whichever engine answers first among up to `ATTEMPTS` tried in turn."""
         loop = asyncio.get_running_loop()
         limit = loop.time() + self.settings.sample_deadline
-        lost = Lost("no engine")
+        lost, tried = Lost("no engine"), set[str]()
         for _ in range(ATTEMPTS):
-            member = await self._member(limit)
+            member = await self._member(limit, tried)
             if member is None:
                 return lost if loop.time() < limit else Lost("sample deadline")
+            tried.add(member.client.name)
             try:
                 deadline = min(self.settings.request_deadline, limit - loop.time())
                 completion = await self._asked(member, request, deadline)
@@ -168,12 +170,15 @@ class Fleet:
             return Lost("request deadline")
         return Lost("bad answer" if isinstance(error, Malformed) else "refused or aborted")
 
-    async def _member(self, limit: float) -> Member | None:
-        """The ready engine with the fewest requests, once it has room; None if there is none, or no time left."""
+    async def _member(self, limit: float, tried: Container[str]) -> Member | None:
+        """The ready engine with the fewest requests, once it has room, if possible one that was not tried.
+
+        None if there is none, or no time left.
+        """
         loop = asyncio.get_running_loop()
         async with self._changed:
             while self.ready and loop.time() < limit:
-                member = min(self.ready, key=lambda member: member.in_flight)
+                member = min(self.ready, key=lambda member: (member.client.name in tried, member.in_flight))
                 if member.in_flight < self.settings.batch_size:
                     member.in_flight += 1
                     return member
