@@ -3,11 +3,12 @@
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.engines.client import EngineClient
 from glm5_next.launchers.engines.sglang import SGLangClient
+from glm5_next.launchers.engines.vllm import VllmClient
 from glm5_next.launchers.engines.wire import Address
 from glm5_next.launchers.runtime.transformers_engine import stop_tokens
 from glm5_next.plugins.config import Glm5NextConfig
 
-CLIENTS = {"sglang": SGLangClient}
+CLIENTS: dict[str, type[SGLangClient] | type[VllmClient]] = {"sglang": SGLangClient, "vllm": VllmClient}
 
 
 def client_of(address: Address, run: RunConfig, model: Glm5NextConfig) -> EngineClient:

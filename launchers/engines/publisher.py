@@ -22,7 +22,7 @@ import torch.distributed as dist
 from glm5_next.launchers.engines.client import EngineClient, Meeting
 from glm5_next.launchers.engines.clients import client_of
 from glm5_next.launchers.engines.order import Order
-from glm5_next.launchers.engines.weight_group import broadcast, described, flattened, in_order, join, listen
+from glm5_next.launchers.engines.weight_group import broadcast, described, flattened, group_name, in_order, join, listen
 from glm5_next.launchers.engines.wire import Address, EngineError, EventLoop, Unreachable
 from glm5_next.launchers.runtime.engine import Bucket
 from glm5_next.plugins.config import Glm5NextConfig
@@ -54,7 +54,6 @@ class Publisher:
         self.fresh: set[str] = set()  # engines whose every tensor this update has to write
         self.group: dist.ProcessGroup | None = None
         self.proof = Proof()
-        self._number = 0
 
     @classmethod
     def of(cls, order: Order, model: Glm5NextConfig) -> Self:
@@ -121,13 +120,12 @@ class Publisher:
     def _meet(self) -> None:
         """One group of rank 0 here and all ranks of all engines."""
         sizes = self._all(lambda client: client.world_size())
-        self._number += 1
         store = listen(self.host, MEETING_DEADLINE)
         self.meeting = Meeting(
             host=self.host,
             port=store.port,
             world_size=1 + sum(sizes.values()),
-            group=f"weights-{self._number}-{store.port}",
+            group=group_name(store.port),
             backend="nccl" if self.device.type == "cuda" else "gloo",
         )
         calls, first = [], 1

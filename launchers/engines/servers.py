@@ -146,7 +146,7 @@ class Servers:
 
     def _start_servers(self, names: Sequence[str]) -> None:
         settings = self.run.rollout
-        words = settings.launch or engine_command(self.run, self.model)
+        words = engine_command(self.run, self.model)
         for name in names:
             if name not in self.actors or not _alive(self.actors[name]):
                 self.actors[name] = self._new_actor()

@@ -88,8 +88,10 @@ def main(words: Sequence[str], wrap: Any = lambda protocol: protocol) -> None:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     from glm5_next.launchers.engines.tiny_host import ModelHost
     from glm5_next.launchers.engines.tiny_sglang import SGLangProtocol
+    from glm5_next.launchers.engines.tiny_vllm import VllmProtocol
 
-    protocol = SGLangProtocol(ModelHost(options.checkpoint, precision=options.precision))
+    protocols: dict[str, Any] = {"sglang": SGLangProtocol, "vllm": VllmProtocol}
+    protocol = protocols[options.protocol](ModelHost(options.checkpoint, precision=options.precision))
     with Server((options.host, options.port), wrap(protocol), key) as server:
         print(f"listening on http://{options.host}:{server.server_address[1]}", flush=True)
         server.serve_forever()

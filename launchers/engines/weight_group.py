@@ -32,6 +32,11 @@ def listen(host: str, timeout: timedelta) -> dist.TCPStore:
         )
 
 
+def group_name(port: int) -> str:
+    """vLLM is not told a name, so both ends make it from what they know."""
+    return f"weights-{port}"
+
+
 def join(meeting: Meeting, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
     """The trainer's end, rank 0; waits for all others."""
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world

@@ -6,6 +6,7 @@ from typing import Any
 
 from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.prompts import PromptCursor, digest, read_prompts
 from glm5_next.launchers.rewards import Reward, check_answers, load_reward
 from glm5_next.launchers.runtime.rollout import longest_prompt
@@ -38,6 +39,8 @@ def check_inputs(run: RunConfig) -> Inputs:
     heldout: list[Prompt] = []
     if run.data.heldout is not None:
         heldout = heldout_prompts() if run.data.heldout == "tiny" else read_prompts(Path(run.data.heldout))
+    if run.rollout.engine != "transformers" and not run.rollout.urls:
+        engine_command(run, checkpoint.config)
     reward = load_reward(run.data.reward)
     check_answers(reward, [*training, *heldout])
     length, prompt_id = longest_prompt(tokenizer, [*training, *heldout])
