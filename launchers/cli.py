@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from glm5_next.launchers import cli_bridge, cli_inspect
+from glm5_next.launchers import cli_bridge, cli_cluster, cli_inspect
 from glm5_next.launchers.cli_errors import STOPPED, one_message_on_error
 
 app = typer.Typer(
@@ -20,6 +20,10 @@ app.command()(cli_inspect.plan)
 app.command()(cli_bridge.convert)
 app.command("slice")(cli_bridge.slice_)
 app.command()(cli_bridge.verify)
+app.command()(cli_cluster.prepare)
+app.command()(cli_cluster.slurm)
+app.command()(cli_cluster.node)
+app.command()(cli_cluster.doctor)
 
 Overrides = Annotated[
     list[str] | None,

@@ -41,6 +41,8 @@ TINY_HTTP: dict[str, Any] = TINY | {
     "train": TINY["train"] | {"steps": 10},
 }
 
+# What the presets for clusters train, on the hub: the release in bf16, and the prompts in one JSONL file.
+HUB_MODEL, HUB_PROMPTS = "zai-org/GLM-5.3-Flash-BF16", "zhuzilin/dapo-math-17k"
 RELEASED_CONFIG = Path(__file__).parent / "released_config.json"
 
 

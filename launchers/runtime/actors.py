@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.failures import WorkerFailed
+from glm5_next.launchers.network import listening_socket
 from glm5_next.launchers.runtime.engine import Bucket
 from glm5_next.launchers.runtime.weight_sync import check_digests
 
@@ -40,10 +41,19 @@ class TrainerRank(Process):
     """One process with one Megatron rank in it."""
 
     def open_store(self) -> tuple[str, int]:
-        """Rank 0 listens; the port is the system's choice, so two runs never meet."""
+        """Rank 0 listens, on its node's address only; the port is the system's choice, so two runs never meet."""
         host = ray.util.get_node_ip_address()
-        self.store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=STORE_DEADLINE)
-        return host, self.store.port
+        with listening_socket(host) as listener:  # left to itself, a store listens on every interface
+            port = listener.getsockname()[1]
+            self.store = dist.TCPStore(
+                host,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                timeout=STORE_DEADLINE,
+                master_listen_fd=listener.detach(),
+            )
+        return host, port
 
     def start(self, run: RunConfig, rank: int, address: tuple[str, int]) -> None:
         _quiet()

@@ -1,6 +1,5 @@
 """Ray, as the driver sees it: where trainer ranks and rollout engines run, and what is said when one of them fails."""
 
-import logging
 import os
 import signal
 import time
@@ -20,17 +19,18 @@ from glm5_next.launchers.engines.servers import Servers
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
+from glm5_next.launchers.runtime.placement import init_arguments, trainer_options
 from glm5_next.launchers.runtime.reaper import Reaper
 from glm5_next.plugins.config import Glm5NextConfig
 
 START_DEADLINE = 300.0  # seconds until every rank and engine has loaded its weights
 # A killed rank makes its neighbours fail too, sometimes first: so long is waited for the news that one is dead.
 SECONDS_FOR_DEATHS = 3.0
-OBJECT_STORE_BYTES = 512 * 2**20
 
 
 class Cluster:
-    """A local Ray with the run's trainer ranks and engines; everything it started ends with it.
+    """A Ray (a local one, or the one that RAY_ADDRESS names) with the run's trainer ranks and engines; everything that
+    was started ends with it.
 
     Use it as a context manager, in the main thread: Linux ends Ray's processes when the thread that started them ends.
     A rank or engine that dies or raises ends the call in progress, whichever it is, with a WorkerFailed that names it
@@ -52,14 +52,8 @@ class Cluster:
         self._reaper = Reaper()
         try:
             with _same_handler(signal.SIGTERM):  # Ray takes it over
-                ray.init(
-                    address="local",
-                    num_cpus=self.run.parallel.ranks + self.run.rollout.num_engines + self.run.rollout.max_restarts,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+                rollout = self.run.rollout
+                ray.init(**init_arguments(self.run.parallel.ranks + rollout.num_engines + rollout.max_restarts))
             self._start()
             self._reaper.all_started()
         except BaseException:
@@ -126,7 +120,8 @@ class Cluster:
 
     def _start(self) -> None:
         run = self.run
-        self.trainers = {f"trainer rank {rank}": _actor(TrainerRank) for rank in range(run.parallel.ranks)}
+        places = trainer_options(run.parallel.ranks)
+        self.trainers = {f"trainer rank {rank}": _actor(TrainerRank, **place) for rank, place in enumerate(places)}
         embedded = run.rollout.num_engines if self.servers is None else 0
         self.engines = {f"engine {number}": _actor(EngineProcess) for number in range(embedded)}
         actors = self.trainers | self.engines
@@ -187,9 +182,10 @@ class Cluster:
         return WorkerFailed(f"{name} failed in {what}: {describe(cause)}")
 
 
-def _actor(kind: type[Process]) -> Any:
+def _actor(kind: type[Process], **place: Any) -> Any:
     """A new process, never restarted: a rank that lost its memory cannot join in again."""
-    return ray.remote(num_cpus=1, max_restarts=0, concurrency_groups={"watch": 1})(kind).remote()  # type: ignore
+    options = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": {"watch": 1}, **place}
+    return ray.remote(**options)(kind).remote()  # type: ignore
 
 
 @contextmanager

@@ -16,6 +16,9 @@ LIGHT = (
     "bridge.name_map",
     "launchers.config",
     "launchers.presets",
+    "launchers.doctor",
+    "launchers.slurm_commands",
+    "launchers.node",
     "launchers.cli",
 )
 HEAVY = ("torch", "megatron", "ray", "fla", "transformer_engine")

@@ -1,0 +1,54 @@
+"""Where a run's Ray is, and which node and GPU each trainer rank gets."""
+
+import logging
+import os
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from glm5_next.launchers.failures import WorkerFailed
+from glm5_next.launchers.ray_settings import OBJECT_STORE_BYTES, existing_cluster
+
+PLACEMENT_DEADLINE = 120.0  # seconds until all GPUs that the ranks need are free
+
+
+def init_arguments(num_cpus: int) -> dict[str, Any]:
+    """Of `ray.init`: joins the Ray that RAY_ADDRESS names, else starts one for this run."""
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    address = existing_cluster(os.environ)
+    if address is not None:
+        return {"address": address, **quiet}
+    return {
+        "address": "local",
+        "num_cpus": num_cpus,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        **quiet,
+    }
+
+
+def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[dict[str, Any]]:
+    """Ray options of each rank's process. With a GPU for each: consecutive ranks on one node, so that tensor-parallel
+    groups never leave it; with fewer, all ranks are on CPUs (a job on a cluster has counted its GPUs before).
+
+    Raises ValueError for ranks that do not fill nodes, WorkerFailed if the GPUs are not free in time.
+    """
+    gpus = sorted(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
+    if sum(gpus) < ranks:
+        return [{} for _ in range(ranks)]
+    per_node = min(ranks, gpus[-1])
+    if ranks % per_node:
+        raise ValueError(f"parallel.ranks is {ranks}, which does not fill nodes of {per_node} GPUs")
+    group = placement_group([{"CPU": per_node, "GPU": per_node}] * (ranks // per_node), strategy="STRICT_SPREAD")
+    if not group.wait(deadline):
+        free = ray.available_resources().get("GPU", 0)
+        raise WorkerFailed(
+            f"no place for {ranks} trainer ranks on {ranks // per_node} node(s) with {per_node} GPUs and CPUs each within "
+            f"{deadline:.0f} seconds: {len(gpus)} node(s) have {gpus} GPUs, {free:.0f} of them are free"
+        )
+    return [
+        {"num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank // per_node)}
+        for rank in range(ranks)
+    ]
