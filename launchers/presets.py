@@ -63,13 +63,23 @@ class Preset:
         return model if self.layers is None else model.first_layers(self.layers)
 
 
-def _full_size(ranks: int, tp: int, pp: int, ep: int) -> dict[str, Any]:
-    """GRPO on the released model: competition mathematics with long answers, 64 samples an update."""
+def _full_size(cluster: Cluster, tp: int, pp: int, ep: int) -> dict[str, Any]:
+    """GRPO on the released model: competition mathematics with long answers, 64 samples an update; a server a node."""
     return {
         "model": {"checkpoint": "GLM-5.3-Flash", "precision": "bf16"},
-        "parallel": {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
+        "parallel": {"ranks": cluster.gpus, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
         "data": {"prompts": "dapo-math-17k.jsonl", "reward": "math"},
-        "rollout": {"prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 32768},
+        "rollout": {
+            "engine": "sglang",
+            "num_engines": cluster.nodes,
+            "engine_tp": cluster.gpus_per_node,
+            "prompts_per_step": 8,
+            "samples_per_prompt": 8,
+            "max_new_tokens": 32768,
+            "request_deadline": 1800.0,  # the longest answer takes 11 minutes at 50 tokens a second
+            "sample_deadline": 2400.0,
+            "step_deadline": 3600.0,
+        },
         "optimizer": {
             "lr": 1e-6,
             "betas": [0.9, 0.98],
@@ -82,24 +92,29 @@ def _full_size(ranks: int, tp: int, pp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def _slice(ranks: int, ep: int) -> dict[str, Any]:
+def _slice(cluster: Cluster, ep: int) -> dict[str, Any]:
     """The same on the first four layers, to try an installation: three KDA layers and a sparse one, all experts."""
-    values = _full_size(ranks, tp=1, pp=1, ep=ep)
+    values = _full_size(cluster, tp=1, pp=1, ep=ep)
     values["model"] = {"checkpoint": "GLM-5.3-Flash-4-layers", "precision": "bf16"}
     values["rollout"] |= {"max_new_tokens": 1024}
     values["train"] |= {"steps": 10, "tokens_per_micro_batch": 8192, "checkpoint_every": 0}
     return values
 
 
+def _preset(cluster: Cluster, tp: int, pp: int, ep: int) -> Preset:
+    return Preset(_full_size(cluster, tp, pp, ep), cluster)
+
+
+ONE_NODE, ONE_CARD = Cluster(1, 8, 141), Cluster(1, 1, 141)
 PRESETS = {
     "tiny": Preset(TINY),
     "tiny-http": Preset(TINY_HTTP),
-    "16x4": Preset(_full_size(64, tp=4, pp=2, ep=16), Cluster(16, 4, 276)),
-    "8x4": Preset(_full_size(32, tp=4, pp=2, ep=16), Cluster(8, 4, 276)),
-    "8x8": Preset(_full_size(64, tp=8, pp=4, ep=16), Cluster(8, 8, 141)),
-    "16x8": Preset(_full_size(128, tp=8, pp=4, ep=16), Cluster(16, 8, 141)),
-    "slice-1x8": Preset(_slice(8, ep=8), Cluster(1, 8, 141), layers=4),
-    "slice-1x1": Preset(_slice(1, ep=1), Cluster(1, 1, 141), layers=4),
+    "16x4": _preset(Cluster(16, 4, 276), tp=4, pp=2, ep=16),
+    "8x4": _preset(Cluster(8, 4, 276), tp=4, pp=2, ep=16),
+    "8x8": _preset(Cluster(8, 8, 141), tp=8, pp=4, ep=16),
+    "16x8": _preset(Cluster(16, 8, 141), tp=8, pp=4, ep=16),
+    "slice-1x8": Preset(_slice(ONE_NODE, ep=8), ONE_NODE, layers=4),
+    "slice-1x1": Preset(_slice(ONE_CARD, ep=1), ONE_CARD, layers=4),
 }
 
 
