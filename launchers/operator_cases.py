@@ -16,7 +16,7 @@ from glm5_next.plugins.kernels import naive
 from glm5_next.plugins.kernels.registry import NAIVE, Place, load
 
 ROUNDING = 2.0**-9  # largest relative error of one rounding to bf16
-EXACT = 2e-5  # of fp32 sums in another order
+EXACT = 1e-4  # of fp32 sums over tokens or 16384 channels in another order, through 20 Sinkhorn steps
 # Of the operators that choose: the share of queries whose sets may differ, each by a tie within `TIE` of the scores.
 UNEQUAL_SETS, TIE = 2e-4, 1e-5
 
@@ -28,7 +28,8 @@ class Problem:
     """`call(function, tensors)` returns the named outputs; floating-point `tensors` are differentiated if `trains`.
 
     `roundings`: how many times a value is rounded to bf16 between the definition's inputs and a backend's results.
-    `exact`: outputs that are fp32 from end to end. `sets`: outputs whose rows are sets of indices.
+    `exact`: outputs that are fp32 from end to end. `sets`: outputs whose rows are sets of indices. `silent`: gradients
+    that are zero by definition, so that only rounding is left of them.
     """
 
     operator: str
@@ -38,6 +39,7 @@ class Problem:
     trains: bool = True
     exact: tuple[str, ...] = ()
     sets: bool = False
+    silent: tuple[str, ...] = ()
 
     def bound(self, name: str) -> float:
         """Largest relative root-mean-square error of a result."""
@@ -86,7 +88,8 @@ def reference(problem: Problem) -> dict[str, Tensor]:
 
 def errors(problem: Problem, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> dict[str, float]:
     """By result: relative root-mean-square error (a NaN stays one), or the share of rows whose sets differ."""
-    return {name: (_set_error if problem.sets else _error)(got[name], wanted[name]) for name in wanted}
+    error = _set_error if problem.sets else _error
+    return {name: error(got[name], wanted[name]) for name in wanted if name not in problem.silent}
 
 
 def worst(problem: Problem, found: Mapping[str, float]) -> tuple[str, float, float]:
@@ -216,7 +219,9 @@ def _kda(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Probl
         "beta": make.normal(row.num_tokens, heads),
     }
     call = lambda f, t: {"out": f(*t.values(), row, lower_bound=model.kda_gate_lower_bound)}
-    return Problem("kda", tensors, call, roundings=5)
+    # The decay of a document's first token meets an empty state.
+    silent = ("dgate", "dA_log", "ddt_bias") if max(row.lengths) == 1 else ()
+    return Problem("kda", tensors, call, roundings=5, silent=silent)
 
 
 def _gated_rms_norm(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Problem:

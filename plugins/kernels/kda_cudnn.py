@@ -18,8 +18,10 @@ MAX_PLANS = 64  # one per (tokens, documents); the frontend never forgets one by
 
 def missing() -> str | None:
     """What the kernels' compilation on first use would lack, or None."""
-    from cudnn.linear_attention.cake.compiler import CakeCompileError, cuda_include_dirs
-
+    try:
+        from cudnn.linear_attention.cake.compiler import CakeCompileError, cuda_include_dirs
+    except ImportError as error:
+        return f"{error}; install a complete nvidia-cudnn-frontend[cutedsl]==1.32.0"
     try:
         folders = [Path(folder) for folder in cuda_include_dirs()]
     except CakeCompileError as error:

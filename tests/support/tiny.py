@@ -11,10 +11,12 @@ import torch
 
 from glm5_next.plugins import cpu_runtime
 
-cpu_runtime.install()
+ON_CPU = not torch.cuda.is_available()
+if ON_CPU:
+    cpu_runtime.install()
 
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import parallel_state, tensor_parallel
 
 from glm5_next.bridge.local_tensors import local_tensors, tensor_split
 from glm5_next.bridge.reference import disk_views, import_modeling
@@ -111,10 +113,10 @@ def reference_model(case: Case) -> Any:
 
 @torch.no_grad()
 def randomize(model: torch.nn.Module, case: Case) -> None:
-    generator = torch.Generator().manual_seed(case.seed)
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(case.seed)
     for name, tensor in sorted(model.state_dict().items()):
-        noise = torch.randn(tensor.shape, generator=generator)
-        tensor.copy_(_centre(name) + _spread(name, tensor, case) * noise)
+        noise = torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+        tensor.copy_(noise.mul_(_spread(name, tensor, case)).add_(_centre(name)))
 
 
 def _centre(name: str) -> float:
@@ -149,15 +151,17 @@ def _spread(name: str, tensor: torch.Tensor, case: Case) -> float:
 def start_single_process() -> None:
     """Megatron's parallel state for one process; does nothing if it is there."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo" if ON_CPU else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
+        if not ON_CPU:
+            tensor_parallel.model_parallel_cuda_manual_seed(0)
 
 
 def our_model(case: Case, reference: torch.nn.Module, **overrides: Any) -> torch.nn.Module:
     """Our model in this process with the reference's weights."""
     start_single_process()
-    config = megatron_config(case.config(), Topology(), dtype=torch.float32, on_cpu=True, **overrides)
+    config = megatron_config(case.config(), Topology(), dtype=torch.float32, on_cpu=ON_CPU, **overrides)
     model = build_gpt_model(config)
     copy_weights([model], case.config(), disk_views(reference))
     return model
