@@ -29,6 +29,17 @@ class ModelSection(Section):
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="type of the trained weights and activations"
     )
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = Field(
+        default="auto",
+        description='linear layers and grouped experts: "transformer_engine", Megatron-Core\'s own ("local"), or "auto": '
+        "Transformer Engine's for bf16 on a GPU, where it is installed",
+    )
+    kernels: str = Field(
+        default="auto",
+        pattern=r"^(auto|naive|\w+=\w+(,\w+=\w+)*)$",
+        description='other operators: "auto" takes the fastest that fits the device, "naive" plain torch, '
+        '"kda=fla,rms_norm=naive" names single ones and leaves the others to auto',
+    )
 
 
 class ParallelSection(Section):

@@ -30,6 +30,7 @@ def build_chunks(config: Glm5NextTransformerConfig, provider: Provider | None = 
             "vp_stage": vp_stage,
         }
         chunk = build_gpt_model(config, **stage) if provider is None else provider(**stage)
+        chunk.to(config.device)  # Megatron makes the router's weight on the CPU
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)

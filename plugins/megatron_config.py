@@ -13,7 +13,7 @@ from glm5_next.plugins.kernels.registry import AUTO, DISTRIBUTIONS, Kernels, Pla
 from glm5_next.plugins.topology import Topology
 
 # `transformer_impl` for linear layers and grouped experts of Transformer Engine, and what goes with it.
-TRANSFORMER_ENGINE = "transformer_engine"
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 WITH_TRANSFORMER_ENGINE = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
 
 # What our modules do not implement; a run that asks for it would silently get something else.
@@ -90,6 +90,19 @@ class Glm5NextTransformerConfig(MLATransformerConfig):
     def device(self) -> torch.device | None:
         """Where parameters are created: the current GPU, or (None) torch's default device, which may be "meta"."""
         return None if self.use_cpu_initialization else torch.device("cuda", torch.cuda.current_device())
+
+
+def backend_settings(transformer_impl: str, kernels: str, *, dtype: torch.dtype, on_cpu: bool) -> dict[str, Any]:
+    """The fields of a configuration for a run's `model.transformer_impl` and `model.kernels`."""
+    if transformer_impl == AUTO:
+        fits = not on_cpu and dtype is torch.bfloat16 and installed("transformer_engine")
+        transformer_impl = TRANSFORMER_ENGINE if fits else LOCAL
+    named = dict(choice.split("=") for choice in kernels.split(",") if "=" in choice)
+    return {
+        "transformer_impl": transformer_impl,
+        "kernel_backend": AUTO if named else kernels,
+        "kernel_backends": named,
+    }
 
 
 def check_supported(config: TransformerConfig) -> None:
@@ -229,7 +242,7 @@ def _numerics(dtype: torch.dtype, on_cpu: bool) -> dict[str, Any]:
         "bf16": dtype is torch.bfloat16,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": on_cpu,
-        "transformer_impl": "local",
+        "transformer_impl": LOCAL,
         "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
         "gradient_accumulation_fusion": False,

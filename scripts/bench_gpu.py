@@ -33,6 +33,7 @@ from glm5_next.plugins.kernels.registry import NAIVE, OPERATORS, load
 
 MIB, GIB = 2**20, 2**30
 FEWEST, MOST, SECONDS = 5, 30, 0.6
+HEAD_START = 4_000_000  # cycles (2 ms) in which the host queues a call, so that launches are not what is timed
 
 
 @dataclass
@@ -89,6 +90,7 @@ def median_ms(call: Callable[[], Any]) -> float:
     while len(times) < FEWEST or (len(times) < MOST and time.monotonic() - start < SECONDS):
         flush.zero_()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START)
         begin.record()
         call()
         end.record()

@@ -117,6 +117,9 @@ def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, c
     with controller.cluster as cluster:
         processes = ", ".join(f"{name} is {number}" for name, number in cluster.process_ids.items())
         console.print(f"started in {time.monotonic() - started:.0f} seconds; processes: {processes}")
+        console.print(
+            "backends: " + ", ".join(f"{name} {backend}" for name, backend in cluster.train("backends")[0].items())
+        )
         if checkpoint is not None:
             cluster.train("load", checkpoint)
             console.print(f"resumed from {checkpoint} at step {controller.state.next_step + 1}")

@@ -27,7 +27,7 @@ from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
-from glm5_next.plugins.megatron_config import megatron_config
+from glm5_next.plugins.megatron_config import backend_settings, megatron_config
 
 
 class Trainer:
@@ -48,6 +48,7 @@ class Trainer:
             dtype=dtype,
             on_cpu=on_cpu,
             perform_initialization=False,
+            **backend_settings(run.model.transformer_impl, run.model.kernels, dtype=dtype, on_cpu=on_cpu),
             **(recompute if run.train.recompute == "full" else {}),
         )
         chunks = self._loaded_chunks()
@@ -56,6 +57,10 @@ class Trainer:
         self.optimizer, self.scheduler = build_optimizer(run, self.chunks)
         self.publisher: Publisher | None = None
         self.moe_layers = tuple(i for i, kind in enumerate(self.model.mlp_kinds) if kind == "moe")
+
+    def backends(self) -> dict[str, str]:
+        """What computes: the implementation of the linear layers, and of every operator."""
+        return {"linear layers": self.megatron.transformer_impl, **self.megatron.kernels.chosen}
 
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step on a batch."""

@@ -202,3 +202,29 @@ def test_transformer_engine_is_refused_where_it_is_not_installed(monkeypatch):
 
 def test_override_takes_the_place_of_our_value():
     assert build(moe_router_bias_update_rate=1e-3).moe_router_bias_update_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("impl", "dtype", "on_cpu", "expected"),
+    [
+        ("auto", torch.bfloat16, False, "transformer_engine"),
+        ("auto", torch.float32, False, "local"),
+        ("auto", torch.bfloat16, True, "local"),
+        ("local", torch.bfloat16, False, "local"),
+        ("transformer_engine", torch.float32, True, "transformer_engine"),
+    ],
+)
+def test_auto_takes_transformer_engine_in_bf16_on_a_gpu_that_has_it(monkeypatch, impl, dtype, on_cpu, expected):
+    monkeypatch.setattr(megatron_config_module, "installed", lambda package: True)
+    settings = megatron_config_module.backend_settings(impl, "auto", dtype=dtype, on_cpu=on_cpu)
+    assert settings == {"transformer_impl": expected, "kernel_backend": "auto", "kernel_backends": {}}
+    monkeypatch.setattr(megatron_config_module, "installed", lambda package: False)
+    without = megatron_config_module.backend_settings(impl, "auto", dtype=dtype, on_cpu=on_cpu)
+    assert without["transformer_impl"] == ("local" if impl == "auto" else impl)
+
+
+def test_kernels_are_named_one_by_one_or_all_at_once():
+    choices = {"naive": ("naive", {}), "kda=fla,rms_norm=naive": ("auto", {"kda": "fla", "rms_norm": "naive"})}
+    for text, (default, named) in choices.items():
+        settings = megatron_config_module.backend_settings("local", text, dtype=torch.bfloat16, on_cpu=True)
+        assert (settings["kernel_backend"], settings["kernel_backends"]) == (default, named)
