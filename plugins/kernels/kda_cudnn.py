@@ -43,7 +43,11 @@ def kda(
     *,
     lower_bound: float,
 ) -> Tensor:
-    """`kernels.kda`."""
+    """`kernels.kda`.
+
+    The gate's gradient is a difference of sums rounded to bf16. Where decays are near their bound it is small against them
+    and loses digits: relative error 2e-2 at a mean decay of e^-2.5 a token (FLA: 4e-3), 7e-3 at e^-0.1 (FLA: 7e-3), unbiased.
+    """
     q, k, decay, beta = activate(q, k, gate, beta, A_log, dt_bias, lower_bound)
     groups = documents.groups(MAX_DOCUMENTS)
     if len(groups) == 1:

@@ -62,3 +62,17 @@ def test_a_second_run_has_the_same_bits(operator, backend):
     first, second = run(case, backend), run(case, backend)
     different = {name for name in first if not torch.equal(first[name], second[name])}
     assert different <= ATOMIC.get((operator, backend), set()), f"{different} differ between two runs"
+
+
+@pytest.mark.parametrize(("backend", "bounds"), [("fla", (0.01, 0.01)), ("cudnn", (0.03, 0.15))])
+def test_gradient_of_strong_decays(backend, bounds):
+    """A mean decay of e^-2.5 a token, half of what the gate allows: what cancellation leaves of the gate's gradient."""
+    case = problem("kda", released_place(), row_of((2048,), torch.device("cuda")))
+    case.tensors["dt_bias"] += 4.6
+    got, wanted = run(case, backend), reference(case)
+    found = errors(case, got, wanted)
+    print(f"{backend}: " + " ".join(f"{name}={error:.1e}" for name, error in found.items()))
+    assert found.pop("dgate") <= bounds[0] and found.pop("ddt_bias") <= bounds[1] and found.pop("dA_log") <= bounds[1]
+    assert max(found.values()) <= case.bound("out")
+    slope = (got["dgate"].double() * wanted["dgate"]).sum() / wanted["dgate"].double().square().sum()
+    assert slope == pytest.approx(1, abs=1e-3), "the gradient is biased"

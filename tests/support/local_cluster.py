@@ -24,7 +24,13 @@ from glm5_next.launchers.runtime.preflight import check_inputs
 from glm5_next.launchers.runtime.trainer import Trainer
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
 
-ONE_RANK = ["parallel.ranks=1", "parallel.ep=1", "model.precision=bf16", "train.checkpoint_every=0"]
+ONE_RANK = [
+    "parallel.ranks=1",
+    "parallel.ep=1",
+    "parallel.distributed_optimizer=true",
+    "model.precision=bf16",
+    "train.checkpoint_every=0",
+]
 
 
 class LocalCluster:
