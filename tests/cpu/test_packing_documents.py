@@ -45,7 +45,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     norm after the collapse undoes a common factor), which leaves nothing to compare."""
     model.zero_grad(set_to_none=True)
     loss.backward()
-    found = hf_gradients(model, CASE)
+    found = hf_gradients(model, CASE.config())
     model.zero_grad(set_to_none=True)
     return found
 

@@ -16,6 +16,7 @@ from glm5_next.bridge.local_tensors import local_tensors
 from glm5_next.bridge.name_map import trained_names
 from glm5_next.bridge.reference import _views, import_modeling
 from glm5_next.bridge.transforms import unshard
+from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.kernels import naive
 from glm5_next.plugins.moe import Glm5NextRouter
 from tests.support import tiny
@@ -91,7 +92,7 @@ def our_run(case: Case, length: int, model: torch.nn.Module | None = None) -> Ru
         logits = logits_of(model, tiny.tokens(length, case.seed))
     model.zero_grad(set_to_none=True)
     next_token_loss(logits, case).backward()
-    gradients = hf_gradients(model, case)
+    gradients = hf_gradients(model, case.config())
     model.zero_grad(set_to_none=True)
     return Run(
         logits.detach(),
@@ -113,11 +114,11 @@ def next_token_loss(logits: Tensor, case: Case) -> Tensor:
     return F.cross_entropy(logits[:-1], ids[1:])
 
 
-def hf_gradients(model: torch.nn.Module, case: Case) -> dict[str, Tensor]:
+def hf_gradients(model: torch.nn.Module, config: Glm5NextConfig) -> dict[str, Tensor]:
     """The gradients of all HF tensors whose parameters have one (the three alphas are one HF tensor, `scale`)."""
     parts: dict[tuple[str, ...], dict[int, Tensor | None]] = {}
     rows = {}
-    for local in local_tensors([model], case.config()).values():
+    for local in local_tensors([model], config).values():
         rows[local.entry.hf] = local.entry.row
         parts.setdefault(local.entry.hf, {})[local.index] = local.tensor.grad
     gradients: dict[str, Tensor] = {}
