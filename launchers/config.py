@@ -201,6 +201,11 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
     if optimizer.warmup_steps > train.steps:
         yield f"optimizer.warmup_steps ({optimizer.warmup_steps}) exceeds train.steps ({train.steps})"
     yield from _rollout_conflicts(rollout)
+    if rollout.one_step_off and grpo.importance_sampling == "off":
+        yield (
+            "rollout.one_step_off is true but grpo.importance_sampling is 'off': samples of older weights would be trained "
+            "on as if they were of the current ones"
+        )
     if grpo.mini_batches > rollout.prompts_per_step:
         yield (
             f"grpo.mini_batches ({grpo.mini_batches}) exceeds rollout.prompts_per_step ({rollout.prompts_per_step}): "

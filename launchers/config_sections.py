@@ -124,6 +124,10 @@ class RolloutSection(Section):
     min_samples: Annotated[int | None, OrNone] = Field(
         default=None, ge=1, description='a group with fewer samples is dropped; "none" wants all samples_per_prompt'
     )
+    one_step_off: bool = Field(
+        default=False,
+        description="sample step n + 1 while step n trains; its samples are from weights that are one update older",
+    )
     max_restarts: int = Field(default=3, ge=0, description="times that the run starts servers again that have died")
 
     @field_validator("urls")

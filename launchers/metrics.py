@@ -47,6 +47,7 @@ STEP_METRICS = (
     Metric("grad_norm", "gradient norm before clipping"),
     Metric("lr", "learning rate of the update"),
     Metric("tokens_per_second", "tokens of all samples, prompts included, per second of the step"),
+    Metric("rollouts_per_second", "samples that came per second of sampling"),
     Metric("seconds_rollout", "time in sampling"),
     Metric("seconds_reward", "time in rewards"),
     Metric("seconds_logprobs", "time in the forward pass before the update"),

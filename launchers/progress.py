@@ -20,6 +20,7 @@ COLUMNS = {
     "grad_norm": ("grad norm", "{:.3f}"),
     "lr": ("lr", "{:.1e}"),
     "groups_dropped": ("dropped", "{:.0f}"),
+    "rollouts_per_second": ("rollouts/s", "{:.1f}"),
     "tokens_per_second": ("tokens/s", "{:.0f}"),
     "seconds_step": ("seconds", "{:.1f}"),
 }

@@ -7,6 +7,7 @@ servers again). A request that fails goes to another engine while the sample's d
 
 import asyncio
 import logging
+import time
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -44,6 +45,7 @@ class Fleet:
         self.finished = self.asked = 0  # requests of the current call, for who watches
         self.tokens = 0
         self._calls = 0
+        self._started, self._ended = 0.0, True
         self._changed = asyncio.Condition()  # of the current call: it belongs to an event loop
 
     @property
@@ -57,6 +59,19 @@ class Fleet:
             member = self.members[name]
             member.state, member.why = ("quarantined", failed[name]) if name in failed else ("ready", "")
             member.proved = name in failed
+
+    def status(self) -> str:
+        """The round in progress: samples, rates, time left, and who has how many requests; empty between rounds."""
+        if self.finished >= self.asked or self._ended:
+            return ""
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        rate = self.finished / seconds
+        left = f"{(self.asked - self.finished) / rate:.0f} seconds left" if rate else "none yet"
+        busy = ", ".join(f"{name} ({member.in_flight})" for name, member in self.members.items() if member.in_flight)
+        return (
+            f"{self.finished} of {self.asked} samples, {rate:.1f} rollouts/s, {self.tokens / seconds:.0f} tokens/s, {left}; "
+            f"waiting for {busy or 'an engine'}"
+        )
 
     def replace(self, client: EngineClient) -> None:
         """A server that was started again has lost its weights."""
@@ -79,6 +94,7 @@ class Fleet:
             for copy in range(samples_per_prompt)
         ]
         self.asked, self.finished, self.tokens = len(requests), 0, 0
+        self._started, self._ended = time.monotonic(), False
         tasks = [asyncio.create_task(self._sample(request)) for request in requests]
         try:
             _, late = await asyncio.wait(tasks, timeout=self.settings.step_deadline)
@@ -86,6 +102,7 @@ class Fleet:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._ended = True
         answers: list[Completion | Lost] = [Lost("step deadline") if task in late else task.result() for task in tasks]
         return [answers[i : i + samples_per_prompt] for i in range(0, len(answers), samples_per_prompt)]
 

@@ -116,6 +116,10 @@ class Servers:
                 version, dict.fromkeys(names, "its update was given up with that of others") | out, names
             )
 
+    def status(self) -> str:
+        """How far a round of sampling is, and with whom; empty where there is none."""
+        return self.fleet.status() if hasattr(self, "fleet") else "servers load their weights"
+
     def close(self) -> None:
         self.loop.close()
 

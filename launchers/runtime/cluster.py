@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,14 @@ class Cluster:
             None if run.rollout.engine == "transformers" else Servers(run, model, run_dir, lambda: _actor(EngineServer))
         )
         self._watches: dict[Any, str] = {}
+        self._unanswered: dict[str, tuple[str, ...]] = {}  # what is asked -> who has not answered yet
+
+    def status(self) -> str:
+        """Who has not answered what, and how far the servers are; for another thread than the one that waits."""
+        parts = [f"no answer to {what} from {', '.join(names)}" for what, names in list(self._unanswered.items())]
+        if self.servers is not None and (text := self.servers.status()):
+            parts.append(text)
+        return "; ".join(parts) or "nothing is waited for"
 
     def __enter__(self) -> Self:
         self._reaper = Reaper()
@@ -92,7 +101,8 @@ class Cluster:
     ) -> list[list[Completion | Lost]]:
         """Splits the prompts over the engines; the answers are in the order of the prompts."""
         if self.servers is not None:
-            if not self.servers.can_sample:
+            # From another thread it is sampled ahead, while trainers are busy: the next update replaces dead servers.
+            if not self.servers.can_sample and threading.current_thread() is threading.main_thread():
                 self.publish(self.version)
             return self.servers.generate(
                 prompts, samples_per_prompt, max_new_tokens=max_new_tokens, seed=seed, look_after=self._look_after
@@ -161,6 +171,7 @@ class Cluster:
         limit = time.monotonic() + deadline
         while len(results) < len(calls):
             waiting = [call for call, name in names.items() if name not in results]
+            self._unanswered[what] = tuple(names[call] for call in waiting)
             left = max(0.0, limit - time.monotonic())
             done, _ = ray.wait([*waiting, *self._watches], num_returns=1, timeout=left)
             if not done:
@@ -170,6 +181,7 @@ class Cluster:
                 results[names.get(done[0], "")] = ray.get(done[0])
             except ray.exceptions.RayError as error:
                 raise self._failure(names.get(done[0], ""), what, error) from error
+        self._unanswered.pop(what, None)
         return [results[name] for name in calls]
 
     def _failure(self, name: str, what: str, error: Exception) -> Exception:

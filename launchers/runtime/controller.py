@@ -8,8 +8,9 @@ between steps, so `RunState` always describes a whole number of steps.
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +23,7 @@ from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.grpo import group_advantages, mismatch_stats
 from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.packing import Scores, plan_step
+from glm5_next.launchers.phase_watch import unwatched
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.run_state import RunState, step_seed
 from glm5_next.launchers.runtime.batch import Batch, StepReport
@@ -55,14 +57,16 @@ class StopRequest:
 
 @dataclass(eq=False)
 class Timer:
-    """Seconds by phase."""
+    """Seconds by phase; `watch` hears of every phase."""
 
+    watch: Callable[[str], AbstractContextManager[None]] = unwatched
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         start = time.monotonic()
-        yield
+        with self.watch(name):
+            yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
@@ -74,6 +78,9 @@ class Controller:
         self.sampler = Sampler(run, inputs.tokenizer, cluster, inputs.reward)
         self.topology = run.parallel.topology()
         self.saved_step = state.next_step
+        self.watch: Callable[[str], AbstractContextManager[None]] = unwatched
+        self._ahead: tuple[int, Future[Rollout]] | None = None  # the rollout of a later step, on its way
+        self._sampling = ThreadPoolExecutor(1, "rollout")
         self.begun = False
         self.step_in_progress: int | None = None
 
@@ -88,7 +95,7 @@ class Controller:
             self.cluster.publish(self.state.weights_version)
         with stop.after_the_step():
             while not self.done and not stop.requested:
-                self.step_in_progress, timer = self.state.next_step, Timer()
+                self.step_in_progress, timer = self.state.next_step, Timer(self.watch)
                 with timer.phase("step"):
                     values = self._step(self.step_in_progress, timer)
                     if stop.requested or self._saves_now():
@@ -96,6 +103,7 @@ class Controller:
                             self._save()
                 values |= {f"seconds_{name}": seconds for name, seconds in timer.seconds.items()}
                 values["tokens_per_second"] = values.pop("tokens_all") / timer.seconds["step"]
+                values["rollouts_per_second"] = values.pop("samples_all") / max(timer.seconds["rollout"], 1e-9)
                 log.write(self.step_in_progress, values)
                 progress.update(self.step_in_progress, values)
             self.step_in_progress = None
@@ -117,19 +125,40 @@ class Controller:
         if step == 0:
             with timer.phase("eval"):
                 extra |= self._compare_at_start()
-        rollout = self.sampler.step(step, self.inputs.prompts, self.state.prompt_cursor, self.state.weights_version)
+        with self.watch("rollout"):
+            rollout = self._rollout(step)
         timer.seconds |= {"rollout": rollout.seconds_generate, "reward": rollout.seconds_reward}
         write_rollout(self.run_dir, step, rollout)
         reports, plans = self._update(rollout, timer)
-        values = step_metrics(rollout, reports, plans, self.state.weights_version)
+        values = step_metrics(rollout, reports, plans, rollout.weights_version)
         self._advance(rollout, trained=bool(reports))
         if reports:
             with timer.phase("sync"):
+                self._wait_for_rollout()
                 self._publish([group.samples[0] for group in rollout.kept[:NUM_PROBES]])
         if self._evaluates_after(step):
             with timer.phase("eval"):
                 extra["heldout_reward"] = self._evaluate(step, "heldout")
         return values | extra
+
+    def _rollout(self, step: int) -> Rollout:
+        """This step's samples; with `rollout.one_step_off` those of the next one are begun, to be there after training."""
+        if self._ahead is not None and self._ahead[0] == step:
+            rollout = self._ahead[1].result()
+        else:
+            rollout = self._sample(step, self.state.prompt_cursor)
+        self._ahead = None
+        if self.run.rollout.one_step_off and step + 1 < self.run.train.steps:
+            self._ahead = step + 1, self._sampling.submit(self._sample, step + 1, rollout.cursor)
+        return rollout
+
+    def _sample(self, step: int, cursor: int) -> Rollout:
+        return self.sampler.step(step, self.inputs.prompts, cursor, self.state.weights_version)
+
+    def _wait_for_rollout(self) -> None:
+        """Weights do not change under samples that are on their way."""
+        if self._ahead is not None:
+            wait([self._ahead[1]])
 
     def _update(self, rollout: Rollout, timer: Timer) -> tuple[list[list[StepReport]], list[int]]:
         """Optimizer steps on the kept groups: reports by mini-batch and rank, and micro-batches per replica."""

@@ -48,6 +48,7 @@ class Rollout:
     lost: list[LostSample] = field(default_factory=list)
     rounds: int = 0
     cursor: int = 0
+    weights_version: int = 0  # of the engines when it began
     seconds_generate: float = 0.0
     seconds_reward: float = 0.0
 
@@ -73,7 +74,7 @@ class Sampler:
 
     def step(self, step: int, prompts: PromptCursor, cursor: int, weights_version: int) -> Rollout:
         """Samples `prompts_per_step` groups, and up to `max_resample_rounds` times as many as are missing again."""
-        settings, rollout = self.run.rollout, Rollout(cursor=cursor)
+        settings, rollout = self.run.rollout, Rollout(cursor=cursor, weights_version=weights_version)
         enough = settings.min_samples or settings.samples_per_prompt
         while True:
             wanted = settings.prompts_per_step - len(rollout.kept)

@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -18,6 +18,7 @@ from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.config import RunConfig, describe, load_run_config
 from glm5_next.launchers.failures import RunFailed
 from glm5_next.launchers.metrics import MetricsLog, read_metrics
+from glm5_next.launchers.phase_watch import PhaseWatch
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.checkpoint_folder import STATE_FILE, last_checkpoint
@@ -113,8 +114,13 @@ def _run(run: RunConfig, inputs: Inputs, run_dir: Path, state: RunState, checkpo
 
 def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, console: Console) -> None:
     run, run_dir, started = controller.run, controller.run_dir, time.monotonic()
+    watch = PhaseWatch(console.print, controller.cluster.status)
+    controller.watch = watch.phase
     console.print(f"starting {run.parallel.ranks} trainer rank(s) and {run.rollout.num_engines} engine(s) ...")
-    with controller.cluster as cluster:
+    with ExitStack() as stack:
+        stack.callback(watch.close)
+        with watch.phase("start"):
+            cluster = stack.enter_context(controller.cluster)
         processes = ", ".join(f"{name} is {number}" for name, number in cluster.process_ids.items())
         console.print(f"started in {time.monotonic() - started:.0f} seconds; processes: {processes}")
         console.print(
@@ -127,7 +133,8 @@ def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, c
         with log, Progress(run.train.steps, console=console) as progress:
             controller.loop(log, progress, stop)
         if controller.done:
-            controller.export(run_dir / EXPORT_FOLDER)
+            with watch.phase("export"):
+                controller.export(run_dir / EXPORT_FOLDER)
 
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:

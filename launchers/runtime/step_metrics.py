@@ -56,6 +56,7 @@ def step_metrics(
         "seconds_sync": 0.0,
         "seconds_checkpoint": 0.0,
         "seconds_eval": 0.0,
+        "samples_all": len(samples),
         "tokens_all": sum(len(sample.tokens) for sample in samples),
     }
     values |= dict.fromkeys(UPDATE_KEYS) if not reports else _update_metrics(reports)

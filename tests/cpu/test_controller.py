@@ -1,5 +1,7 @@
 """The loop's rules, with a cluster that only writes down what it is asked: what is called when, and what is counted."""
 
+import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +17,7 @@ from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.batch import Batch, StepReport
 from glm5_next.launchers.runtime.checkpoint_folder import MARKER, last_checkpoint
 from glm5_next.launchers.runtime.controller import Controller, StopRequest
-from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.types import Prompt
 
 PROMPTS = [Prompt(id=f"p{number}", text="x" * (number + 2), answer="") for number in range(7)]
@@ -329,3 +331,85 @@ def test_an_export_replaces_an_earlier_one_and_what_a_killed_one_left(tmp_path):
     loop.controller.export(tmp_path / "export")
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["by"]
     assert not list(tmp_path.glob(".export*"))
+
+
+class Slow(Recorder):
+    """Sampling takes a while; an update of the engines while it lasts would change weights under samples."""
+
+    sampling = False
+    overlapped = 0
+
+    def generate(self, prompts: Sequence[np.ndarray], copies: int, *, max_new_tokens: int, seed: int):
+        self.sampling = True
+        time.sleep(0.02)
+        answer = super().generate(prompts, copies, max_new_tokens=max_new_tokens, seed=seed)
+        self.sampling = False
+        return answer
+
+    def publish(self, version: int) -> int:
+        assert not self.sampling, "weights change under samples that are on their way"
+        return super().publish(version)
+
+    def _train(self, batch: Batch) -> list[StepReport]:
+        self.overlapped += self.sampling
+        time.sleep(0.01)
+        return super()._train(batch)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step off"])
+def test_one_step_off_samples_the_next_step_from_the_weights_before_this_ones_update(ahead, tmp_path):
+    settings = ["train.steps=5", "grpo.drop_zero_spread=false", f"rollout.one_step_off={str(ahead).lower()}"]
+    loop = Loop(tmp_path, *settings, cluster=Slow()).go()
+    sampled_by = [{sample.weights_version for sample in batch.samples} for batch in loop.cluster.batches]
+    assert sampled_by == [{max(0, step - ahead)} for step in range(5)]
+    assert [record["weights_version"] for record in loop.records] == [max(0, step - ahead) for step in range(5)]
+    assert bool(loop.cluster.overlapped) is ahead
+    assert loop.cluster.versions == [1, 2, 3, 4, 5]
+    state = loop.state
+    assert state.samples_drawn == state.samples_trained == 5 * 3 * 2 and state.prompt_cursor == 15
+
+
+def test_samples_that_were_on_their_way_at_a_stop_are_drawn_again(tmp_path):
+    settings = ["train.steps=5", "grpo.drop_zero_spread=false", "rollout.one_step_off=true"]
+    loop = Loop(tmp_path / "a", *settings, cluster=Slow())
+    loop.stop_in_step = 1
+    state = loop.go().state
+    assert state.prompt_cursor == 6 and state.samples_drawn == state.samples_trained == 12
+    rest = Loop(tmp_path / "b", *settings, next_step=2, weights_version=2, prompt_cursor=6).go()
+    assert rest.state.prompt_cursor == 15
+
+
+def test_one_step_off_needs_importance_weights():
+    changes = ["rollout.one_step_off=true", "grpo.importance_sampling=off"]
+    with pytest.raises(ValueError, match="as if they were of the current ones"):
+        load_run_config(None, {"model": {"checkpoint": "/none"}, "data": {"prompts": "tiny"}}, changes)
+
+
+class Losing(Recorder):
+    """The second sample of every group is lost, and the whole of the first group of every round."""
+
+    def generate(self, prompts: Sequence[np.ndarray], copies: int, *, max_new_tokens: int, seed: int):
+        groups: list[Any] = super().generate(prompts, copies, max_new_tokens=max_new_tokens, seed=seed)
+        for number, group in enumerate(groups if copies > 1 else []):
+            group[1] = Lost("request deadline")
+            if number == 0:
+                group[:] = [Lost("engine died")] * copies
+        return groups
+
+
+def test_what_engines_lose_is_counted_and_enough_of_a_group_is_trained_on(tmp_path):
+    settings = ["rollout.samples_per_prompt=3", "grpo.drop_zero_spread=false", "grpo.max_resample_rounds=1"]
+    enough = Loop(tmp_path / "enough", *settings, "rollout.min_samples=2", cluster=Losing()).go()
+    short = Loop(tmp_path / "short", *settings, cluster=Losing()).go()
+    for loop in (enough, short):
+        state = loop.state
+        generated = [event for event in loop.cluster.events if event[0] == "generate"][1:]
+        assert state.samples_drawn == sum(prompts * copies for _, prompts, copies in generated)
+        assert state.samples_drawn == state.samples_trained + sum(state.dropped_by_reason.values())
+        assert state.dropped_by_reason["engine died"] > 0 and state.dropped_by_reason["request deadline"] > 0
+        for record in loop.records:
+            assert record["samples_lost"] <= record["samples_dropped"]
+        lines = [json.loads(line) for line in (loop.folder / "rollouts/step-000000.jsonl").read_text().splitlines()]
+        assert {line.get("reason") for line in lines} == {None, "engine died", "request deadline"}
+    assert enough.state.samples_trained > 0 and "short group" not in enough.state.dropped_by_reason
+    assert short.state.samples_trained == 0 and short.state.dropped_by_reason["short group"] > 0

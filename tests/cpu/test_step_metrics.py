@@ -13,7 +13,11 @@ from glm5_next.launchers.types import Group, Prompt, Sample
 
 NO_LOGPROBS = np.zeros(0, dtype=np.float32)
 # What the controller's clock adds.
-TIMES = {"tokens_per_second", *(f"seconds_{phase}" for phase in ("rollout", "reward", "logprobs", "train", "step"))}
+TIMES = {
+    "tokens_per_second",
+    "rollouts_per_second",
+    *(f"seconds_{phase}" for phase in ("rollout", "reward", "logprobs", "train", "step")),
+}
 
 
 def sample(name: str, reward: float, response: int, finish: str = "stop") -> Sample:
@@ -138,7 +142,7 @@ def test_the_record_is_complete_and_can_be_written(tmp_path, reports):
     values = step_metrics(ROLLOUT, reports, [1], 0)
     required = {name for name, _ in STEP_METRICS}
     assert required - values.keys() == TIMES
-    assert values.keys() - required - {name for name, _ in EXTRA_METRICS} == {"tokens_all"}
+    assert values.keys() - required - {name for name, _ in EXTRA_METRICS} == {"tokens_all", "samples_all"}
     del values["tokens_all"]
     with MetricsLog(tmp_path, tensorboard=False) as log:
         log.write(0, {**values, **dict.fromkeys(TIMES, 1.0)})
