@@ -191,3 +191,27 @@ def test_a_broken_torch_is_a_finding(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     (finding,) = doctor.check_backends()
     assert finding.problem == "OSError: libcudart is missing"
+
+
+def test_the_store_of_a_run_listens_on_its_nodes_address_only(monkeypatch):
+    import psutil
+    import torch.distributed as dist
+
+    from glm5_next.launchers.runtime import actors
+
+    monkeypatch.setattr(actors.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    rank = actors.TrainerRank()
+    host, port = rank.open_store()
+    dist.TCPStore(host, port, is_master=False).set("a", "b")
+    assert rank.store.get("a") == b"b"
+    listening = {
+        item.laddr.ip for item in psutil.Process().net_connections("tcp") if item.laddr.port == port and not item.raddr
+    }
+    assert listening == {"127.0.0.1"}
+    free = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # what torch does by itself
+    open_to = {
+        item.laddr.ip
+        for item in psutil.Process().net_connections("tcp")
+        if item.laddr.port == free.port and not item.raddr
+    }
+    assert "127.0.0.1" not in open_to
