@@ -1,12 +1,13 @@
 """Recipes: what each preset for a cluster trains with is on record, and is what the recipe says."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from glm5_next.launchers.cli import app
-from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.config import RunConfig, describe, load_run_config, settings
 from glm5_next.launchers.presets import PRESETS, preset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "presets"
@@ -17,20 +18,34 @@ def run_of(name: str, *overrides: str) -> RunConfig:
     return load_run_config(None, preset(name), overrides)
 
 
+def dry_run(name: str, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", "--preset", name, "--dry-run", *arguments])
+
+
+def on_record(printed: str) -> str:
+    """The settings that are not their defaults (those are on record in tiny_settings.toml), and the plan."""
+    text, _, plan = printed.partition("\nplan\n")
+    values = {f"{section}.{key}": value for section, keys in tomllib.loads(text).items() for key, value in keys.items()}
+    defaults = {key: "none" if field.default is None else field.default for key, field in settings().items()}
+    defaults = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    lines = [f"{key} = {value!r}" for key, value in values.items() if value != defaults[key]]
+    return "\n".join([*lines, "", "plan", plan])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_dry_run_prints_the_recipe_that_is_on_record(name, tmp_path, monkeypatch):
-    """After a change on purpose: write what is printed before the error to tests/golden/presets/NAME.txt."""
+    """After a change on purpose: write what `on_record` makes of it to tests/golden/presets/NAME.txt."""
     monkeypatch.chdir(tmp_path)  # where there is no checkpoint yet
-    result = CliRunner().invoke(app, ["train", "--preset", name, "--dry-run"])
-    assert result.stdout == (GOLDEN / f"{name}.txt").read_text()
+    result = dry_run(name)
+    assert on_record(result.stdout) == (GOLDEN / f"{name}.txt").read_text()
     assert result.exit_code == 2 and f"glm5-next prepare --preset {name} makes it" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_another_setting_would_differ_from_the_record(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["train", "--preset", "16x4", "--dry-run", "--set", "optimizer.lr=2e-6"])
-    assert result.stdout != (GOLDEN / "16x4.txt").read_text()
+    for change in ("optimizer.lr=2e-6", "optimizer.offload=false", "grpo.clip_high=0.3"):
+        assert on_record(dry_run("16x4", "--set", change).stdout) != (GOLDEN / "16x4.txt").read_text()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -49,6 +64,8 @@ def test_every_recipe_is_the_one_of_the_issue(name):
     )
     assert (grpo.clip_low, grpo.clip_high, grpo.importance_sampling, grpo.kl_coef) == (0.2, 0.28, "truncated", 0.0)
     assert optimizer.offload
+    cluster = PRESETS[name].cluster
+    assert (rollout.engine, rollout.num_engines, rollout.engine_tp) == ("sglang", cluster.nodes, cluster.gpus_per_node)
     assert run_of(name, "replay.routing=off").replay.routing == "off"
 
 
