@@ -47,6 +47,7 @@ def dry_run(preset: str | None, config: Path | None, overrides: list[str]) -> bo
         )
     inputs = check_inputs(run)
     console.print(f"longest prompt: {inputs.longest_prompt} tokens; {len(inputs.heldout)} held-out prompts")
+    console.print(inputs.replay_cost(run))
     _say_baselines(run)
     return True
 

@@ -200,10 +200,22 @@ class OptimizerSection(Section):
 
 
 class ReplaySection(Section):
-    """Which discrete choices the trainer's forward takes over instead of making its own."""
+    """Which discrete choices the trainer's forward takes over instead of making its own.
 
-    routing: Literal["off", "engine"] = Field(
-        default="engine", description="experts of a token: the trainer's own choice, or those the engine used"
+    "record" costs one more forward pass per update; "engine" needs an engine that records.
+    """
+
+    routing: Literal["off", "record", "engine"] = Field(
+        default="engine",
+        description="experts of a token: chosen anew in every pass, as in the pass before the update, or as the engine did",
+    )
+    indexer: Literal["off", "record", "engine"] = Field(
+        default="off",
+        description="pools of earlier tokens that sparse attention reads: the same three choices",
+    )
+    routing_weights: Literal["recomputed", "engine"] = Field(
+        default="recomputed",
+        description="weights of replayed experts: the model's formula on the trainer's scores, or the engine's values",
     )
 
 

@@ -14,7 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from glm5_next.launchers.replay_payload import require_streams
+from glm5_next.launchers.replay_plan import Recording, ReplayPlan
 from glm5_next.launchers.types import Sample
+from glm5_next.plugins.pick_coding import PickRecord, no_picks
 
 Plan = list[list[list[int]]]
 Scores = Mapping[str, np.ndarray]  # float32 [S - 1] of every label, by sample id
@@ -29,7 +32,9 @@ class MicroBatch:
     rollout_logprobs, advantages: float32 [T], of the label; 0 where the mask is.
     cu_seqlens: int32 [documents + 1], from 0 to T.
     old_logprobs, reference_logprobs: float32 [T] of every label, 0 in padding; None where the step needs none.
-    routes: int16 [T, MoE layers, experts per token] of the input tokens, -1 in padding; None without replay.
+    routes: int16 [T, MoE layers, experts per token] of the input tokens, -1 in padding; None unless the engine's experts
+        are replayed. route_weights: float32 of the same shape, or None.
+    picks: the indexer's record of every document, padding included; None unless the engine's picks are replayed.
     sample_slices: rows of each of sample_ids, in order.
     """
 
@@ -43,6 +48,8 @@ class MicroBatch:
     old_logprobs: torch.Tensor | None
     reference_logprobs: torch.Tensor | None
     routes: torch.Tensor | None
+    route_weights: torch.Tensor | None
+    picks: tuple[PickRecord, ...] | None
     sample_ids: tuple[str, ...]
     sample_slices: tuple[slice, ...]
 
@@ -65,6 +72,8 @@ class _Document:
     rollout_logprobs: np.ndarray
     advantages: np.ndarray
     routes: np.ndarray | None
+    route_weights: np.ndarray | None
+    picks: PickRecord | None
 
 
 def plan_step(lengths: Sequence[int], *, num_replicas: int, tokens_per_micro_batch: int, multiple: int) -> Plan:
@@ -101,24 +110,23 @@ def pack_row(
     *,
     pad_to: int,
     pad_token: int,
-    routes_shape: tuple[int, int] | None = None,
+    replay: ReplayPlan | None = None,
     old_logprobs: Scores | None = None,
     reference_logprobs: Scores | None = None,
 ) -> MicroBatch:
     """The tensors of one micro-batch; without samples, `pad_to` tokens of padding with a mask of zeros.
 
-    `advantages` is by sample id. T is padded up to a multiple of `pad_to` with `pad_token`. `routes_shape` (MoE layers,
-    experts per token) demands routes of every sample and gives them to an empty row too; without it, routes are packed
-    where the samples have them. `old_logprobs` (the policy before the step's first update) and `reference_logprobs` are
-    needed only where the loss uses them. Raises ValueError that names a sample without its advantage or routes.
+    `advantages` is by sample id. T is padded up to a multiple of `pad_to` with `pad_token`. `replay` demands
+    of every sample what the engine has to record, and gives it to an empty row too; without it no record is packed.
+    `old_logprobs` (the policy before the step's first update) and `reference_logprobs` are needed only where the loss
+    uses them. Raises ValueError that names a sample without its advantage or record.
     """
-    if routes_shape is None and samples and samples[0].routes is not None:
-        routes_shape = (samples[0].routes.shape[1], samples[0].routes.shape[2])
-    documents = [_document(sample, advantages, routes_shape) for sample in samples]
+    recording = Recording() if replay is None else replay.recording
+    documents = [_document(sample, advantages, replay) for sample in samples]
     filled = sum(len(document.input_ids) for document in documents)
     num_padding = -filled % pad_to if samples else pad_to
     if num_padding:
-        documents.append(_padding(num_padding, pad_token, routes_shape))
+        documents.append(_padding(num_padding, pad_token, replay))
     ends = np.cumsum([0] + [len(document.input_ids) for document in documents])
     return MicroBatch(
         input_ids=_join([document.input_ids for document in documents]),
@@ -130,7 +138,11 @@ def pack_row(
         position_ids=_join([np.arange(len(document.input_ids)) for document in documents]),
         old_logprobs=_join_scores(old_logprobs, samples, num_padding),
         reference_logprobs=_join_scores(reference_logprobs, samples, num_padding),
-        routes=None if routes_shape is None else _join([document.routes for document in documents]),
+        routes=_join([document.routes for document in documents]) if recording.routes else None,
+        route_weights=_join([document.route_weights for document in documents]) if recording.route_weights else None,
+        picks=tuple(document.picks for document in documents if document.picks is not None)
+        if recording.picks
+        else None,
         sample_ids=tuple(sample.sample_id for sample in samples),
         sample_slices=tuple(slice(int(start), int(end)) for start, end in pairwise(ends))[: len(samples)],
     )
@@ -161,34 +173,58 @@ def _fill_rows(order: Sequence[int], lengths: Sequence[int], budget: int) -> lis
     return rows
 
 
-def _document(sample: Sample, advantages: Mapping[str, float], routes_shape: tuple[int, int] | None) -> _Document:
-    """The only place that cuts a sample, so tokens, log-probabilities and routes cannot shift against each other."""
+def covered_rows(sample: Sample, recording: Recording) -> int:
+    """Rows of the sample's document up to the first response row that has no record: those that can be trained on.
+
+    A later row saw the state that such a row left behind, so it is no better.
+    """
+    num_rows = len(sample.tokens) - 1
+    holes = np.zeros(num_rows, dtype=bool)
+    if recording.routes and sample.routes is not None:
+        holes |= (sample.routes < 0).any((1, 2))
+    if recording.picks and sample.picks is not None:
+        holes |= sample.picks.holes.any(1)
+    holes[: sample.prompt_length - 1] = False
+    return int(holes.argmax()) if holes.any() else num_rows
+
+
+def _document(sample: Sample, advantages: Mapping[str, float], replay: ReplayPlan | None) -> _Document:
+    """The only place that cuts a sample, so tokens, log-probabilities and records cannot shift against each other."""
     if sample.sample_id not in advantages:
         raise ValueError(f"sample {sample.sample_id!r}: has no advantage")
-    found = None if sample.routes is None else sample.routes.shape[1:]
-    if found != routes_shape:
-        raise ValueError(f"sample {sample.sample_id!r}: routes are of shape {found}, expected {routes_shape} per token")
-    num_rows = len(sample.tokens) - 1
-    first_trained = sample.prompt_length - 1  # the last prompt token predicts the first response token
-    trained = np.arange(num_rows) >= first_trained
-    rollout_logprobs = np.zeros(num_rows, dtype=np.float32)
-    rollout_logprobs[trained] = sample.rollout_logprobs
+    recording = Recording() if replay is None else replay.recording
+    if replay is not None:
+        require_streams(sample, replay)
+    row = np.arange(len(sample.tokens) - 1)
+    response = row >= sample.prompt_length - 1  # the last prompt token predicts the first response token
+    trained = response & (row < covered_rows(sample, recording))
+    rollout_logprobs = np.zeros(len(row), dtype=np.float32)
+    rollout_logprobs[response] = sample.rollout_logprobs
     return _Document(
         input_ids=sample.tokens[:-1].astype(np.int64),
         labels=sample.tokens[1:].astype(np.int64),
         loss_mask=trained.astype(np.float32),
-        rollout_logprobs=rollout_logprobs,
+        rollout_logprobs=np.where(trained, rollout_logprobs, np.float32(0)),
         advantages=np.where(trained, advantages[sample.sample_id], 0.0).astype(np.float32),
         routes=sample.routes,
+        route_weights=sample.route_weights,
+        picks=sample.picks,
     )
 
 
-def _padding(length: int, pad_token: int, routes_shape: tuple[int, int] | None) -> _Document:
+def _padding(length: int, pad_token: int, replay: ReplayPlan | None) -> _Document:
     tokens = np.full(length, pad_token, dtype=np.int64)
     zeros = np.zeros(length, dtype=np.float32)
-    routes = None if routes_shape is None else np.full((length, *routes_shape), -1, dtype=np.int16)
+    shape = (0, 0) if replay is None else replay.routes_shape
     return _Document(
-        input_ids=tokens, labels=tokens, loss_mask=zeros, rollout_logprobs=zeros, advantages=zeros, routes=routes
+        input_ids=tokens,
+        labels=tokens,
+        loss_mask=zeros,
+        rollout_logprobs=zeros,
+        advantages=zeros,
+        routes=np.full((length, *shape), -1, dtype=np.int16),
+        route_weights=np.zeros((length, *shape), dtype=np.float32),
+        picks=None if replay is None else no_picks(length, replay.dsa_layers, replay.num_selected, replay.kpool),
     )
 
 

@@ -16,7 +16,7 @@ TINY: dict[str, Any] = {
     "data": {"prompts": "tiny", "heldout": "tiny", "reward": "exact"},
     "rollout": {"prompts_per_step": 16, "samples_per_prompt": 8, "max_new_tokens": 4, "batch_size": 512},
     "optimizer": {"lr": 3e-3, "betas": [0.9, 0.95], "schedule": "linear"},
-    "replay": {"routing": "engine"},
+    "replay": {"routing": "engine", "indexer": "engine"},
     "train": {"steps": 40, "tokens_per_micro_batch": 2048, "checkpoint_every": 10, "eval_every": 10},
 }
 
@@ -38,6 +38,7 @@ TINY_HTTP: dict[str, Any] = TINY | {
         "step_deadline": 180.0,
         "start_deadline": 120.0,
     },
+    "replay": {"routing": "engine"},  # servers hand over experts only
     "train": TINY["train"] | {"steps": 10},
 }
 

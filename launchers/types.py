@@ -6,8 +6,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from glm5_next.plugins.pick_coding import PickRecord
+
 FinishReason = Literal["stop", "length", "aborted"]
 FINISH_REASONS = ("stop", "length", "aborted")
+Void = Literal["retracted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,13 @@ class Sample:
     rollout_logprobs: float32 [S - prompt_length], natural log, of the response tokens.
     reward: None until it is scored.
     routes: int16 [S - 1, MoE layers, experts per token], the experts of each token that was fed to the model (the last
-        token never is), or None where routing is not recorded.
+        token never is), -1 in every slot where the engine has none; or None where routing is not recorded.
     weights_version: number of weight updates behind the policy that sampled it.
+    route_weights: float32 of the same shape, the combine weights the engine gave these experts, or None.
+    picks: what the indexer of each sparse-attention layer selected for the same tokens, or None.
+    void: why its record does not belong to its log-probabilities; such a sample carries no record.
+
+    Records are checked against the model by `replay_payload`.
     """
 
     prompt_id: str
@@ -47,6 +55,9 @@ class Sample:
     finish_reason: FinishReason
     weights_version: int
     response_text: str
+    route_weights: np.ndarray | None = None
+    picks: PickRecord | None = None
+    void: Void | None = None
 
     def __post_init__(self) -> None:
         self._check_array("tokens", self.tokens, np.int32, (None,))
@@ -58,14 +69,12 @@ class Sample:
             self._refuse(f"rollout_logprobs[{first}] is {self.rollout_logprobs[first]}")
         if self.reward is not None and not math.isfinite(self.reward):
             self._refuse(f"reward is {self.reward}")
-        if self.routes is not None:
-            self._check_array("routes", self.routes, np.int16, (len(self.tokens) - 1, None, None))
-            if (self.routes < 0).any():
-                self._refuse(f"routes has no expert in row {int(np.argwhere(self.routes < 0)[0][0])}")
         if self.finish_reason not in FINISH_REASONS:
             self._refuse(f"finish_reason is {self.finish_reason!r}; known are {', '.join(FINISH_REASONS)}")
         if self.weights_version < 0:
             self._refuse(f"weights_version is {self.weights_version}")
+        if self.void is not None and not (self.routes is self.route_weights is self.picks is None):
+            self._refuse(f"is void ({self.void}) and carries a record")
 
     @property
     def num_response_tokens(self) -> int:

@@ -17,6 +17,7 @@ from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.norm import RMSNorm
 from glm5_next.plugins.packed_row import documents_of, from_tokens, to_tokens
 from glm5_next.plugins.recompute import recomputed
+from glm5_next.plugins.replay import Choices, Live
 
 
 @dataclass
@@ -30,8 +31,10 @@ class DsaSubmodules:
 class SparseCoreAttention(MegatronModule):
     """Selection and attention in latent space."""
 
-    def __init__(self, config: Glm5NextTransformerConfig, pg_collection: ProcessGroupCollection):
+    def __init__(self, config: Glm5NextTransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection):
         super().__init__(config)
+        self.layer_number = layer_number
+        self.replay: Choices | None = None  # set by the layer right before each call
         self.indexer, self.kernels = KPoolIndexer(config, pg_collection), config.kernels
         self.scale = config.qk_head_dim**-0.5  # of the model's heads, not of the latent width
         self.kpool = config.model.index_kpool
@@ -40,10 +43,13 @@ class SparseCoreAttention(MegatronModule):
         self, q: Tensor, latent: Tensor, hidden_states: Tensor, q_compressed: Tensor, documents: Documents
     ) -> Tensor:
         """q `[T, heads, C]` absorbed queries, latent `[T, C]` keys and values at once -> `[T, heads, C]`."""
-        pools = self.indexer(hidden_states, q_compressed, documents)
+        pools = self._choose(partial(self.indexer, hidden_states, q_compressed, documents))
         indices = self.kernels.expand_pools(pools, documents, self.kpool)
         attend = partial(self.kernels.sparse_attention, indices=indices, scale=self.scale)
         return recomputed(self.config, "core_attn", attend, q, latent)
+
+    def _choose(self, live: Live) -> Tensor:
+        return live() if self.replay is None else self.replay.choose(self.layer_number - 1, live)
 
 
 class DsaAttention(MegatronModule):
@@ -87,7 +93,7 @@ class DsaAttention(MegatronModule):
         self.linear_kv_down_proj = ReplicatedLinear(hidden, config.kv_lora_rank, config)
         self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps)
         self.linear_kv_up_proj = column_parallel(config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim))
-        self.core_attention = SparseCoreAttention(config, pg_collection)
+        self.core_attention = SparseCoreAttention(config, layer_number, pg_collection)
         self.linear_proj = build_module(
             submodules.row_parallel,
             heads * config.v_head_dim,

@@ -9,11 +9,12 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor
 
+from glm5_next.plugins.dsa import DsaAttention
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.mhc import HyperConnection
-from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.packed_row import PackedRow
 from glm5_next.plugins.recompute import recomputed
+from glm5_next.plugins.replay import Choices
 
 
 @dataclass
@@ -52,10 +53,13 @@ class HyperTransformerLayer(TransformerLayer):
         """hidden_states `[s / tp, b, N * h]` (`[s / tp, b, h]` for the first layer) -> streams, and the context."""
 
         def attention(x: Tensor) -> Tensor:
+            if isinstance(self.self_attention, DsaAttention):
+                self.self_attention.core_attention.replay = self._record("picks", packed_seq_params)
             return self.self_attention(x, attention_mask=attention_mask, packed_seq_params=packed_seq_params)[0]
 
         def mlp(x: Tensor) -> Tensor:
-            self._hand_over_routes(packed_seq_params)
+            if self.is_moe_layer:
+                self.mlp.router.replay = self._record("routes", packed_seq_params)
             return self.mlp(x, padding_mask=padding_mask)[0]
 
         streams = hidden_states.repeat(1, 1, self.num_streams) if self.widens_input else hidden_states
@@ -65,11 +69,18 @@ class HyperTransformerLayer(TransformerLayer):
         # A view would be freed by the pipeline schedule together with its base.
         return make_viewless_tensor(streams, requires_grad=streams.requires_grad, keep_graph=True), context
 
-    def _hand_over_routes(self, row: PackedSeqParams | None) -> None:
-        """Gives the router this micro-batch's record, right before it runs: recomputation comes through here too."""
-        router = getattr(self.mlp, "router", None)
-        if isinstance(router, Glm5NextRouter):
-            router.replay = row.routes if isinstance(row, PackedRow) else None
+    def _record(self, stream: str, row: PackedSeqParams | None) -> Choices | None:
+        """This micro-batch's record, asked for right before it is used: recomputation comes through here too.
+
+        The multi-token-prediction layer is Megatron's own layer and never asks, although its number is a trunk layer's.
+        """
+        return getattr(row, stream) if isinstance(row, PackedRow) else None
+
+    @property
+    def replayed_streams(self) -> tuple[str, ...]:
+        """What this layer asks for in every pass."""
+        picks = ("picks",) if isinstance(self.self_attention, DsaAttention) else ()
+        return (*picks, "routes") if self.is_moe_layer else picks
 
 
 def _site(streams: Tensor, site: HyperConnection, norm: Callable, block: Callable[[Tensor], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from glm5_next.plugins.megatron_config import Glm5NextTransformerConfig
 from glm5_next.plugins.precision import KeepFp32
-from glm5_next.plugins.replay import RouteReplay
+from glm5_next.plugins.replay import Choices, RouteReplay
 
 
 class Glm5NextRouter(KeepFp32, TopKRouter):
@@ -31,7 +31,7 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.weight.data = self.weight.data.float()
         self.frozen_expert_bias = config.moe_router_bias_update_rate == 0
-        self.replay: RouteReplay | None = None  # set by the layer right before each call
+        self.replay: Choices | None = None  # set by the layer right before each call
 
     def gating(self, input: Tensor) -> Tensor:
         """`[s, b, h]` -> fp32 logits `[s, b, experts]`."""
@@ -40,16 +40,16 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Megatron's routing, with recorded experts in place of the live choice where there is a record.
 
-        Combine weights are computed from live unbiased scores in both cases, so gradients flow.
+        Combine weights are computed from live unbiased scores in both cases, so gradients flow; a record that brings the
+        engine's weights replaces their values only.
         """
         if self.replay is None:
             return super().routing(logits, padding_mask)
+        layer, share = self.layer_number - 1, {"rank": self.tp_group.rank(), "size": self.tp_group.size()}
         logits = logits.view(-1, self.config.num_moe_experts)
         with torch.no_grad():
             live = (logits.sigmoid() + self.expert_bias).topk(self.topk, dim=-1).indices
-            experts = self.replay.experts(
-                self.layer_number - 1, live, rank=self.tp_group.rank(), size=self.tp_group.size()
-            )
+            experts = self.replay.choose(layer, lambda: live, **share)
         weights, routing_map = topk_routing_with_score_function(
             logits,
             self.topk,
@@ -57,6 +57,9 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
             score_function=self.score_function,
             precomputed_indices=experts,
         )
+        if isinstance(self.replay, RouteReplay) and self.replay.given is not None:
+            given = self.replay.weights(layer, weights.gather(1, experts), **share)
+            weights = torch.zeros_like(weights).scatter(1, experts, given.to(weights.dtype))
         # Counts tokens per expert, for runs that let the bias move.
         self._apply_expert_bias(routing_map)  # type: ignore[operator]  # a compiled method to mypy
         return weights, routing_map

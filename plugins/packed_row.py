@@ -7,7 +7,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from glm5_next.plugins.documents import Documents
-from glm5_next.plugins.replay import RouteReplay
+from glm5_next.plugins.replay import Choices
 
 
 @dataclass
@@ -15,10 +15,11 @@ class PackedRow(PackedSeqParams):
     """Megatron hands this object to every layer, in the forward pass and in recomputation, so whatever must stay with
     its micro-batch travels on it."""
 
-    routes: RouteReplay | None = None
+    routes: Choices | None = None
+    picks: Choices | None = None
 
 
-def packed_row(cu_seqlens: Tensor, routes: RouteReplay | None = None) -> PackedRow:
+def packed_row(cu_seqlens: Tensor, routes: Choices | None = None, picks: Choices | None = None) -> PackedRow:
     """The `thd` description of one row: cu_seqlens int32 `[D + 1]` from 0 to the number of tokens."""
     longest = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
     return PackedRow(
@@ -28,6 +29,7 @@ def packed_row(cu_seqlens: Tensor, routes: RouteReplay | None = None) -> PackedR
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         routes=routes,
+        picks=picks,
     )
 
 

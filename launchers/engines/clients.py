@@ -5,6 +5,7 @@ from glm5_next.launchers.engines.client import EngineClient
 from glm5_next.launchers.engines.sglang import SGLangClient
 from glm5_next.launchers.engines.vllm import VllmClient
 from glm5_next.launchers.engines.wire import Address
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.transformers_engine import stop_tokens
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -16,5 +17,5 @@ def client_of(address: Address, run: RunConfig, model: Glm5NextConfig) -> Engine
         address,
         model,
         stop_tokens=sorted(stop_tokens(run.model.checkpoint)),
-        routes=run.replay.routing == "engine",
+        routes=Recording.of(run.replay).routes,
     )

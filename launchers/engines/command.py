@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 
 from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.plugins.config import Glm5NextConfig
 
 # MoE runners of SGLang that hand the chosen experts to the recorder; the others leave zeros in its place.
@@ -31,7 +32,7 @@ def engine_command(run: RunConfig, model: Glm5NextConfig) -> tuple[str, ...]:
 def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> Iterator[str]:
     """What is wrong with a server's command, one sentence each."""
     flags = _flags(words)
-    replays = run.replay.routing == "engine"
+    replays = Recording.of(run.replay).routes
     if flags.get("--host") in EVERYWHERE:
         yield f"--host {flags['--host']} listens on every interface; use {{host}}"
     for flag in {"--api-key", "--admin-api-key"} & flags.keys():
@@ -47,7 +48,7 @@ def _sglang(run: RunConfig) -> tuple[str, ...]:
         *("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
         *("--kv-cache-dtype", "bf16", "--moe-runner-backend", "deep_gemm"),
         *("--max-running-requests", str(run.rollout.batch_size)),
-        *(("--enable-return-routed-experts",) if run.replay.routing == "engine" else ()),
+        *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
     )
 
 
@@ -58,7 +59,7 @@ def _vllm(run: RunConfig) -> tuple[str, ...]:
         *("--middleware", "glm5_next.launchers.engines.vllm_middleware.RequireKey"),
         *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
         *("--logprobs-mode", "raw_logprobs", "--enable-prompt-tokens-details"),
-        *(("--enable-return-routed-experts",) if run.replay.routing == "engine" else ()),
+        *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
     )
 
 

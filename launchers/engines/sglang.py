@@ -17,6 +17,7 @@ from glm5_next.launchers.engines.client import (
 from glm5_next.launchers.engines.payload import routes_from_int32
 from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire, field_of
 from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.launchers.types import Void
 from glm5_next.plugins.config import Glm5NextConfig
 
 # Every value that reshapes the distribution is named: a server takes its defaults from the checkpoint.
@@ -187,19 +188,20 @@ class SGLangClient:
         finish = field_of(field_of(meta, "finish_reason", Mapping, where), "type", str, where)
         if finish not in ("stop", "length"):
             raise EngineError(f"{where}: aborted by the engine ({finish})")
-        if meta.get("num_retractions"):
-            raise EngineError(f"{where}: retracted while it ran; its routes are not those of its log-probabilities")
+        # Retracted: old log-probabilities come back with the experts of the second computation.
+        void: Void | None = "retracted" if meta.get("num_retractions") else None
         tokens = field_of(answer, "output_ids", list, where)
         chosen, logprobs = _pairs(field_of(meta, "output_token_logprobs", list, where), where)
         check_tokens(tokens, chosen, logprobs, where)
         routes = None
-        if self.routes:
+        if self.routes and void is None:
             payload = field_of(meta, "routed_experts", str, where)
             routes = routes_from_int32(payload, prompt_length + len(tokens) - 1, self.model, where)
         return Completion(
             tokens=np.array(tokens, dtype=np.int32),
             logprobs=logprobs,
             routes=routes,
+            void=void,
             finish_reason="stop" if finish == "stop" else "length",
             weights_version=version_of(meta.get("weight_version"), meta.get("weight_versions"), where),
         )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
 
@@ -43,7 +44,9 @@ class ModelHost:
     """Serves a checkpoint folder; every method may be called from any thread."""
 
     def __init__(self, checkpoint: Path, *, precision: str, batch_size: int = 512):
-        self.engine = TransformersEngine(checkpoint, precision=precision, record_routes=True, batch_size=batch_size)
+        self.engine = TransformersEngine(
+            checkpoint, precision=precision, recording=Recording(routes=True), batch_size=batch_size
+        )
         self.checkpoint = Checkpoint(checkpoint)
         self.config = self.checkpoint.config
         self.batch_size = batch_size

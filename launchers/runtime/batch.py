@@ -35,4 +35,5 @@ class StepReport:
     lr: float
     experts_same: int  # over all ranks
     experts_total: int
+    replay_reads: int  # of this rank's layers, all of them as planned
     memory_bytes: int

@@ -18,6 +18,7 @@ from glm5_next.launchers.engines.order import Order, Outcome
 from glm5_next.launchers.engines.server_process import EngineServer
 from glm5_next.launchers.engines.servers import Servers
 from glm5_next.launchers.failures import WorkerFailed
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.runtime.placement import init_arguments, trainer_options
@@ -142,7 +143,7 @@ class Cluster:
         (address,) = self._answers({first: self.trainers[first].open_store.remote()}, "start")
         settings = {
             "precision": run.model.precision,
-            "record_routes": run.replay.routing == "engine",
+            "recording": Recording.of(run.replay),
             "batch_size": run.rollout.batch_size,
             "num_threads": max(1, (os.cpu_count() or 1) // len(actors)),
         }

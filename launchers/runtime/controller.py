@@ -25,12 +25,14 @@ from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.packing import Scores, plan_step
 from glm5_next.launchers.phase_watch import unwatched
 from glm5_next.launchers.progress import Progress
+from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.run_state import RunState, step_seed
 from glm5_next.launchers.runtime.batch import Batch, StepReport
 from glm5_next.launchers.runtime.checkpoint_folder import drop_old_checkpoints, step_folder
 from glm5_next.launchers.runtime.cluster import Cluster
 from glm5_next.launchers.runtime.preflight import Inputs
-from glm5_next.launchers.runtime.rollout import Rollout, Sampler, write_rollout
+from glm5_next.launchers.runtime.replay_probe import probe_replay
+from glm5_next.launchers.runtime.rollout import Rollout, Sampler, encode, write_rollout
 from glm5_next.launchers.runtime.step_metrics import step_metrics
 from glm5_next.launchers.types import Group, Sample
 
@@ -75,7 +77,8 @@ class Controller:
 
     def __init__(self, run: RunConfig, inputs: Inputs, cluster: Cluster, run_dir: Path, state: RunState):
         self.run, self.inputs, self.cluster, self.run_dir, self.state = run, inputs, cluster, run_dir, state
-        self.sampler = Sampler(run, inputs.tokenizer, cluster, inputs.reward)
+        self.replay = ReplayPlan.of(run.replay, inputs.checkpoint.config)
+        self.sampler = Sampler(run, inputs.tokenizer, cluster, inputs.reward, self.replay)
         self.topology = run.parallel.topology()
         self.saved_step = state.next_step
         self.watch: Callable[[str], AbstractContextManager[None]] = unwatched
@@ -93,6 +96,9 @@ class Controller:
         self.begun = True
         if self.state.next_step and not self.done:  # resumed: engines still hold the weights the run started from
             self.cluster.publish(self.state.weights_version)
+        if self.replay.from_engine and not self.done:
+            first = encode(self.inputs.tokenizer, self.inputs.prompts.take(1, 0)[0][0])
+            probe_replay(self.sampler, self.cluster, self._unweighted, first, replicas=self.topology.dp)
         with stop.after_the_step():
             while not self.done and not stop.requested:
                 self.step_in_progress, timer = self.state.next_step, Timer(self.watch)
@@ -130,7 +136,7 @@ class Controller:
         timer.seconds |= {"rollout": rollout.seconds_generate, "reward": rollout.seconds_reward}
         write_rollout(self.run_dir, step, rollout)
         reports, plans = self._update(rollout, timer)
-        values = step_metrics(rollout, reports, plans, rollout.weights_version)
+        values = step_metrics(rollout, reports, plans, rollout.weights_version, self.replay)
         self._advance(rollout, trained=bool(reports))
         if reports:
             with timer.phase("sync"):
@@ -163,25 +169,31 @@ class Controller:
     def _update(self, rollout: Rollout, timer: Timer) -> tuple[list[list[StepReport]], list[int]]:
         """Optimizer steps on the kept groups: reports by mini-batch and rank, and micro-batches per replica."""
         reports, plans = [], []
-        old, reference = self._scores(rollout.kept, timer)
-        for groups in _split(rollout.kept, self.run.grpo.mini_batches):
-            batch = replace(self._batch(groups), old_logprobs=old, reference_logprobs=reference)
+        batches = [self._batch(groups) for groups in _split(rollout.kept, self.run.grpo.mini_batches)]
+        old, reference = self._scores(batches, timer)
+        for batch in batches:
+            batch = replace(batch, old_logprobs=old, reference_logprobs=reference)
             with timer.phase("train"):
                 reports.append(self.cluster.train("train", batch))
             plans.append(len(batch.plan[0]))
         timer.seconds.setdefault("train", 0.0)
         return reports, plans
 
-    def _scores(self, groups: Sequence[Group], timer: Timer) -> tuple[Scores | None, Scores | None]:
-        """Log-probabilities under the policy before the update (if it moves within the step) and the reference."""
+    def _scores(self, batches: Sequence[Batch], timer: Timer) -> tuple[Scores | None, Scores | None]:
+        """Log-probabilities under the policy before the update and under the reference, where the step needs them.
+
+        The first pass is also what a run that replays its own choices records: with the plans of the updates, so that
+        every rank finds its rows again.
+        """
         timer.seconds["logprobs"] = 0.0
+        record = {"record": True} if self.replay.from_trainer else {}
         old = reference = None
-        if groups and self.run.grpo.mini_batches > 1:
-            with timer.phase("logprobs"):
-                old = _merged(self.cluster.train("score", self._batch(groups)))
-        if groups and self.run.grpo.kl_coef > 0:
-            with timer.phase("logprobs"):
-                reference = _merged(self.cluster.train("score", self._batch(groups), reference=True))
+        with timer.phase("logprobs"):
+            if batches and (self.run.grpo.mini_batches > 1 or record):
+                old = _merged([scores for batch in batches for scores in self.cluster.train("score", batch, **record)])
+            if batches and self.run.grpo.kl_coef > 0:
+                every = [self.cluster.train("score", batch, reference=True) for batch in batches]
+                reference = _merged([scores for by_rank in every for scores in by_rank])
         return old, reference
 
     def _batch(self, groups: Sequence[Group]) -> Batch:
@@ -272,8 +284,11 @@ class Controller:
 
     def _score(self, samples: Sequence[Sample], *, replayed: bool) -> dict[str, np.ndarray]:
         """The trainer's log-probability of every label of every sample."""
-        batch = self._planned(tuple(samples), {sample.sample_id: 0.0 for sample in samples})
-        return _merged(self.cluster.train("score", batch, replayed=replayed))
+        return _merged(self.cluster.train("score", self._unweighted(samples), replayed=replayed))
+
+    def _unweighted(self, samples: Sequence[Sample]) -> Batch:
+        """Samples that are only looked at."""
+        return self._planned(tuple(samples), {sample.sample_id: 0.0 for sample in samples})
 
     def _advance(self, rollout: Rollout, *, trained: bool) -> None:
         kept = sum(len(group.samples) for group in rollout.kept)

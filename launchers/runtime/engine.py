@@ -7,7 +7,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from glm5_next.launchers.types import FinishReason
+from glm5_next.launchers.types import FinishReason, Void
+from glm5_next.plugins.pick_coding import PickRecord
 
 # (name on disk, tensor): a piece of a weight update.
 Bucket = list[tuple[str, torch.Tensor]]
@@ -19,7 +20,11 @@ class Completion:
 
     tokens: int32 [R], an end-of-turn token included if it was sampled.
     logprobs: float32 [R], raw: natural log of the model's own distribution at temperature 1.
-    routes: int16 [P + R - 1, MoE layers, experts per token] of prompt and response (P prompt tokens), or None.
+    routes: int16 [P + R - 1, MoE layers, experts per token] of prompt and response (P prompt tokens), or None; -1 in
+        every slot of a token without a record. MoE layers in order; the MTP layer is not one of them.
+    route_weights: float32 of the same shape: the weights these experts were given, routed scaling included; or None.
+    picks: the indexer's pools for the same P + R - 1 tokens (`encode_picks`), or None.
+    void: "retracted" where the engine computed part of it twice: its record would not belong to its log-probabilities.
     """
 
     tokens: np.ndarray
@@ -27,6 +32,9 @@ class Completion:
     routes: np.ndarray | None
     finish_reason: FinishReason
     weights_version: int | None = None  # where the engine says it
+    route_weights: np.ndarray | None = None
+    picks: PickRecord | None = None
+    void: Void | None = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.prompts import PromptCursor, digest, read_prompts
+from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.rewards import Reward, check_answers, load_reward
 from glm5_next.launchers.runtime.rollout import longest_prompt
 from glm5_next.launchers.runtime.transformers_engine import stop_tokens
@@ -26,6 +27,12 @@ class Inputs:
     heldout: tuple[Prompt, ...]
     reward: Reward
     longest_prompt: int
+
+    def replay_cost(self, run: RunConfig) -> str:
+        """Largest payload of replay per token and per step, for a run to print before it starts."""
+        plan = ReplayPlan.of(run.replay, self.checkpoint.config)
+        samples = run.rollout.prompts_per_step * run.rollout.samples_per_prompt
+        return plan.cost(self.longest_prompt + run.rollout.max_new_tokens - 1, samples)
 
 
 def check_inputs(run: RunConfig) -> Inputs:

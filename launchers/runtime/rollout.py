@@ -14,10 +14,14 @@ from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.grpo import has_spread
 from glm5_next.launchers.prompts import PromptCursor
+from glm5_next.launchers.replay_payload import check_record
+from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.rewards import Reward, score
 from glm5_next.launchers.run_state import step_seed
 from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.types import Group, Prompt, Sample
+
+RECORDS = ("routes", "route_weights", "picks")  # fields of a completion and of a sample
 
 
 class Engines(Protocol):
@@ -69,8 +73,8 @@ class Rollout:
 class Sampler:
     """Turns prompts into scored groups with a tokenizer, engines and a reward."""
 
-    def __init__(self, run: RunConfig, tokenizer: Any, engines: Engines, reward: Reward):
-        self.run, self.tokenizer, self.engines, self.reward = run, tokenizer, engines, reward
+    def __init__(self, run: RunConfig, tokenizer: Any, engines: Engines, reward: Reward, replay: ReplayPlan):
+        self.run, self.tokenizer, self.engines, self.reward, self.replay = run, tokenizer, engines, reward, replay
 
     def step(self, step: int, prompts: PromptCursor, cursor: int, weights_version: int) -> Rollout:
         """Samples `prompts_per_step` groups, and up to `max_resample_rounds` times as many as are missing again."""
@@ -83,9 +87,9 @@ class Sampler:
             name = f"{step}.{rollout.rounds}"
             for group in self.groups(drawn, settings.samples_per_prompt, seed, weights_version, name, rollout):
                 if len(group.samples) < enough:
-                    rollout.short.append(group)
+                    rollout.short.append(_without_records(group))
                 elif self.run.grpo.drop_zero_spread and not has_spread(group.rewards):
-                    rollout.dropped.append(group)
+                    rollout.dropped.append(_without_records(group))
                 else:
                     rollout.kept.append(group)
             done = len(rollout.kept) == settings.prompts_per_step
@@ -119,31 +123,53 @@ class Sampler:
         name: str,
         lost: list[LostSample],
     ) -> Group | None:
-        lost += [
-            LostSample(prompt.id, f"{name}.{number}", completion.reason)
-            for number, completion in enumerate(completions)
-            if isinstance(completion, Lost)
-        ]
+        reasons = [self._why_lost(completion) for completion in completions]
+        lost += [LostSample(prompt.id, f"{name}.{number}", reason) for number, reason in enumerate(reasons) if reason]
         samples = [
-            Sample(
-                prompt_id=prompt.id,
-                sample_id=f"{name}.{number}",
-                tokens=np.concatenate([tokens, completion.tokens]),
-                prompt_length=len(tokens),
-                rollout_logprobs=completion.logprobs,
-                reward=None,
-                routes=completion.routes,
-                finish_reason=completion.finish_reason,
-                weights_version=(weights_version if completion.weights_version is None else completion.weights_version),
-                response_text=self.tokenizer.decode(completion.tokens.tolist()),
-            )
+            self.sample(prompt.id, tokens, completion, weights_version, f"{name}.{number}")
             for number, completion in enumerate(completions)
-            if isinstance(completion, Completion)
+            if isinstance(completion, Completion) and not reasons[number]
         ]
         if not samples:
             return None
         scored = [replace(sample, reward=score(self.reward, prompt, sample.response_text)) for sample in samples]
         return Group(prompt=prompt, samples=tuple(scored))
+
+    def _why_lost(self, completion: Completion | Lost) -> str | None:
+        """A response that never came, or came with a record of other log-probabilities to a run that replays it."""
+        if isinstance(completion, Lost):
+            return completion.reason
+        return completion.void if self.replay.from_engine else None
+
+    def sample(
+        self, prompt_id: str, tokens: np.ndarray, completion: Completion, weights_version: int, sample_id: str
+    ) -> Sample:
+        """A completion as an unscored sample; ValueError where its record is not what the run replays.
+
+        The record of a void completion is dropped.
+        """
+        sample = Sample(
+            prompt_id=prompt_id,
+            sample_id=sample_id,
+            tokens=np.concatenate([tokens, completion.tokens]),
+            prompt_length=len(tokens),
+            rollout_logprobs=completion.logprobs,
+            reward=None,
+            finish_reason=completion.finish_reason,
+            weights_version=weights_version if completion.weights_version is None else completion.weights_version,
+            response_text=self.tokenizer.decode(completion.tokens.tolist()),
+            void=completion.void,
+            **{stream: getattr(completion, stream) if completion.void is None else None for stream in RECORDS},
+        )
+        if sample.void is None:
+            check_record(sample, self.replay)
+        return sample
+
+
+def _without_records(group: Group) -> Group:
+    """Of a group that is not trained on: only its texts and rewards are looked at again."""
+    bare = (replace(sample, routes=None, route_weights=None, picks=None) for sample in group.samples)
+    return replace(group, samples=tuple(bare))
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> np.ndarray:
@@ -182,6 +208,7 @@ def write_rollout(run_dir: Path, step: int, rollout: Rollout) -> None:
                 "finish_reason": sample.finish_reason,
                 "num_tokens": len(sample.tokens),
                 "weights_version": sample.weights_version,
+                "void": sample.void,
                 "prompt": group.prompt.text,
                 "response": sample.response_text,
             }

@@ -97,6 +97,7 @@ def _run(run: RunConfig, inputs: Inputs, run_dir: Path, state: RunState, checkpo
     try:
         with _stop_on_signal(console) as stop:
             console.print(f"run folder: {run_dir}")
+            console.print(inputs.replay_cost(run))
             _train(controller, checkpoint, stop, console)
         if run.output.plots and controller.state.next_step:
             from glm5_next.launchers.plots import write_plots

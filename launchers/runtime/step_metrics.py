@@ -7,6 +7,8 @@ import numpy as np
 import torch
 
 from glm5_next.launchers.grpo import mismatch_stats
+from glm5_next.launchers.packing import covered_rows
+from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.runtime.batch import StepReport
 from glm5_next.launchers.runtime.rollout import Rollout
 
@@ -21,6 +23,7 @@ UPDATE_KEYS = (
     "loss",
     "importance_weight_mean",
     "expert_overlap",
+    "replay_reads",
     "entropy",
     "clip_fraction",
     "grad_norm",
@@ -31,13 +34,18 @@ UPDATE_KEYS = (
 
 
 def step_metrics(
-    rollout: Rollout, reports: Sequence[Sequence[StepReport]], micro_batches: Sequence[int], weights_version: int
+    rollout: Rollout,
+    reports: Sequence[Sequence[StepReport]],
+    micro_batches: Sequence[int],
+    weights_version: int,
+    replay: ReplayPlan,
 ) -> dict[str, Any]:
     """The step's metrics (see `metrics.STEP_METRICS`) except times, plus `tokens_all` for the rate.
 
     `reports` are by mini-batch and rank; without any (every group was dropped) the update's metrics are None.
     """
     samples = rollout.samples
+    trained = [sample for group in rollout.kept for sample in group.samples]
     rewards = np.array([sample.reward for sample in samples])
     values: dict[str, Any] = {
         "reward_mean": _mean(rewards),
@@ -49,7 +57,10 @@ def step_metrics(
         "groups_sampled": len(rollout.kept) + len(rollout.dropped) + len(rollout.short),
         "groups_dropped": len(rollout.dropped),
         "resample_rounds": rollout.rounds,
-        "samples_trained": sum(len(group.samples) for group in rollout.kept),
+        "samples_trained": len(trained),
+        "tokens_without_record": sum(
+            len(sample.tokens) - 1 - covered_rows(sample, replay.recording) for sample in trained
+        ),
         "micro_batches": sum(micro_batches),
         "weights_version": weights_version,
         "tokens_trained": 0,
@@ -86,6 +97,7 @@ def _update_metrics(reports: Sequence[Sequence[StepReport]]) -> dict[str, Any]:
         "loss": sums["loss"] / tokens,
         "importance_weight_mean": sums["importance_weight"] / tokens,
         "expert_overlap": same / total if total else None,
+        "replay_reads": sum(report.replay_reads for report in every),
         "entropy": sums["entropy"] / tokens,
         "clip_fraction": sums["clipped"] / tokens,
         "grad_norm": float(np.mean([ranks[0].grad_norm for ranks in reports])),

@@ -21,8 +21,7 @@ from glm5_next.launchers.grpo import importance_weights, low_variance_kl, policy
 from glm5_next.launchers.packing import MicroBatch
 from glm5_next.launchers.runtime.megatron import check_gradients_are_reset, reset_gradients
 from glm5_next.plugins.logprobs import token_logprobs
-from glm5_next.plugins.packed_row import PackedRow, packed_row
-from glm5_next.plugins.replay import RouteReplay
+from glm5_next.plugins.packed_row import PackedRow
 
 
 @dataclass(eq=False)
@@ -31,12 +30,6 @@ class Row:
 
     batch: MicroBatch
     params: PackedRow
-
-    @classmethod
-    def of(cls, batch: MicroBatch, moe_layers: tuple[int, ...], device: torch.device) -> "Row":
-        batch = batch.to(device)
-        routes = None if batch.routes is None else RouteReplay(batch.routes, moe_layers)
-        return cls(batch, packed_row(batch.cu_seqlens, routes))
 
 
 @dataclass(eq=False)

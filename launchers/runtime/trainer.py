@@ -3,7 +3,6 @@
 import resource
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +16,21 @@ from glm5_next.bridge.load import load_weights
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.engines.order import Order, Outcome
 from glm5_next.launchers.engines.publisher import EnginesFailed, Publisher
-from glm5_next.launchers.packing import Scores, pack_row, plan_digest
+from glm5_next.launchers.packing import MicroBatch, Scores, pack_row, plan_digest
+from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.batch import Batch, StepReport
 from glm5_next.launchers.runtime.checkpoint_folder import Origin
 from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkpoint
 from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
+from glm5_next.launchers.runtime.rank_replay import RankReplay
+from glm5_next.launchers.runtime.replay_probe import Sightings
 from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import backend_settings, megatron_config
+from glm5_next.plugins.replay import RouteReplay
 
 
 class Trainer:
@@ -56,7 +59,8 @@ class Trainer:
         self.chunks = wrap_ddp(chunks, self.megatron, distributed_optimizer=run.parallel.distributed_optimizer)
         self.optimizer, self.scheduler = build_optimizer(run, self.chunks)
         self.publisher: Publisher | None = None
-        self.moe_layers = tuple(i for i, kind in enumerate(self.model.mlp_kinds) if kind == "moe")
+        self.replay = RankReplay(ReplayPlan.of(run.replay, self.model), self.chunks, self.device)
+        self.passes = 2 if run.train.recompute == "full" else 1  # of a row through every layer in a training step
 
     def backends(self) -> dict[str, str]:
         """What computes: the implementation of the linear layers, and of every operator."""
@@ -66,6 +70,7 @@ class Trainer:
         """One optimizer step on a batch."""
         rows = self._rows(batch)
         collected, grad_norm, lr = train_step(self.chunks, self.optimizer, self.scheduler, rows, self.run.grpo)
+        reads = self.replay.check(rows, passes=self.passes)
         same, total = self._expert_overlap(rows)
         return StepReport(
             speaks=self._speaks,
@@ -76,19 +81,34 @@ class Trainer:
             lr=lr,
             experts_same=same,
             experts_total=total,
+            replay_reads=reads,
             memory_bytes=_peak_memory(self.device),
         )
 
-    def score(self, batch: Batch, *, replayed: bool = True, reference: bool = False) -> Scores:
+    def score(self, batch: Batch, *, replayed: bool = True, reference: bool = False, record: bool = False) -> Scores:
         """Log-probabilities of every label under the policy, or under the checkpoint the run started from.
 
-        Non-empty on ranks that speak for their replica. `replayed` uses the samples' recorded routes if the run replays
-        them; the reference always routes by itself.
+        Non-empty on ranks that speak for their replica. `replayed` uses what the engine recorded if the run replays it;
+        the reference always chooses by itself. `record` keeps the choices for the `train` of the same batch.
         """
         chunks = self.reference if reference else self.chunks
         assert chunks is not None, "the run keeps no reference (grpo.kl_coef is 0)"
-        scores = score_rows(chunks, self._rows(batch, replayed=replayed and not reference))
+        replayed = replayed and not reference
+        rows = self.replay.rows(batch, self._packed(batch, replayed=replayed), passes=1, own=False)
+
+        def run() -> Scores:
+            return score_rows(chunks, rows)
+
+        scores = self.replay.recorded(batch, rows, run) if record else run()
+        self.replay.check(rows, passes=1)
         return scores if self._speaks else {}
+
+    def probe_replay(self, batch: Batch) -> Sightings:
+        """Which records this rank's layers have and read in one forward pass, by sample."""
+        rows = self.replay.rows(batch, self._packed(batch), passes=2, own=False)
+        score_rows(self.chunks, rows)
+        seen = self.replay.sightings(rows)
+        return {sample.sample_id: seen.get(sample.sample_id, {}) for sample in batch.samples}
 
     def publish(self, sinks: Sequence[WeightSink], version: int) -> int:
         """Sends the current weights to the engines and checks their bits. Returns the bytes sent (rank 0)."""
@@ -185,25 +205,22 @@ class Trainer:
     def _speaks(self) -> bool:
         return mpu.is_pipeline_last_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
 
-    def _rows(self, batch: Batch, *, replayed: bool = True) -> list[Row]:
-        """This replica's packed rows; raises RuntimeError unless all ranks hold the same plan."""
+    def _rows(self, batch: Batch) -> list[Row]:
+        """The rows of a training step with all that they replay."""
+        return self.replay.rows(batch, self._packed(batch), passes=self.passes, own=True)
+
+    def _packed(self, batch: Batch, *, replayed: bool = True) -> list[MicroBatch]:
+        """This replica's rows; raises RuntimeError unless all ranks hold the same plan."""
         self._agree(plan_digest(batch.plan))
-        with_routes = replayed and self.run.replay.routing == "engine"
-        shape = (len(self.moe_layers), self.model.num_experts_per_token) if with_routes else None
-        samples = batch.samples if with_routes else [replace(sample, routes=None) for sample in batch.samples]
         return [
-            Row.of(
-                pack_row(
-                    [samples[i] for i in micro_batch],
-                    batch.advantages,
-                    pad_to=self.topology.tp,
-                    pad_token=0,
-                    routes_shape=shape,
-                    old_logprobs=batch.old_logprobs,
-                    reference_logprobs=batch.reference_logprobs,
-                ),
-                self.moe_layers,
-                self.device,
+            pack_row(
+                [batch.samples[i] for i in micro_batch],
+                batch.advantages,
+                pad_to=self.topology.tp,
+                pad_token=0,
+                replay=self.replay.plan if replayed else None,
+                old_logprobs=batch.old_logprobs,
+                reference_logprobs=batch.reference_logprobs,
             )
             for micro_batch in batch.plan[mpu.get_data_parallel_rank()]
         ]
@@ -217,7 +234,7 @@ class Trainer:
 
     def _expert_overlap(self, rows: Sequence[Row]) -> tuple[int, int]:
         """Expert slots where live routing agrees with the record, and all recorded slots, over all ranks."""
-        replays = [row.params.routes for row in rows if row.params.routes is not None]
+        replays = [row.params.routes for row in rows if isinstance(row.params.routes, RouteReplay)]
         same = sum(int(count) for replay in replays for count in replay.same.values())
         total = sum(int(count) for replay in replays for count in replay.total.values())
         counts = torch.tensor([same, total], device=self.device)

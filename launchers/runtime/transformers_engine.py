@@ -1,8 +1,7 @@
 """The embedded rollout engine: transformers' own model in this process, with its KV, state and indexer caches."""
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,9 @@ from torch import Tensor
 
 from glm5_next.bridge.name_map import VISION
 from glm5_next.bridge.reference import disk_views, load_reference
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.engine import Bucket, Completion
+from glm5_next.launchers.runtime.transformers_recorder import Recorder, Rows
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 
 
@@ -22,11 +23,13 @@ class TransformersEngine:
     prefilled cache. A sequence that ends leaves the batch.
     """
 
-    def __init__(self, checkpoint: Path, *, precision: str, record_routes: bool, batch_size: int, num_threads: int = 1):
+    def __init__(
+        self, checkpoint: Path, *, precision: str, recording: Recording, batch_size: int, num_threads: int = 1
+    ):
         torch.set_num_threads(num_threads)
         self.model = load_reference(checkpoint, "float32" if precision == "fp32" else "bfloat16")
         self.views = disk_views(self.model)
-        self.record_routes, self.batch_size = record_routes, batch_size
+        self.recorder, self.batch_size = Recorder(self.model, recording), batch_size
         self.stop_tokens = stop_tokens(checkpoint)
         self.pad_token = self.model.config.text_config.pad_token_id
         self._version = 0
@@ -88,10 +91,10 @@ class TransformersEngine:
         self, prompts: Sequence[np.ndarray], copies: int, max_new_tokens: int, generator: torch.Generator
     ) -> list[Completion]:
         tokens, mask = _left_padded(prompts, self.pad_token)
-        with self._recorder() as record:
+        with self.recorder.listening():
             out = self.model(input_ids=tokens, attention_mask=mask, use_cache=True, logits_to_keep=1)
-            prompt_routes = _rows_of_prompts(record.take(tokens.shape), mask)
-            sequences = [_Sequence(prompt_routes[i // copies]) for i in range(len(prompts) * copies)]
+            of_prompts = self.recorder.take(mask, tokens.shape[1])
+            sequences = [_Sequence(of_prompts[i // copies]) for i in range(len(prompts) * copies)]
             alive = torch.arange(len(sequences))
             cache, logits = out.cache, out.logits[:, -1]
             origin = alive // copies
@@ -112,48 +115,18 @@ class TransformersEngine:
                 mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
                 out = self.model(input_ids=chosen.unsqueeze(-1), attention_mask=mask, cache=cache, use_cache=True)
                 logits = out.logits[:, -1]
-                for index, routes in zip(alive.tolist(), _split(record.take((len(alive), 1)))):
-                    sequences[index].routes.append(routes)
-        return [sequence.completion(self.record_routes) for sequence in sequences]
-
-    @contextmanager
-    def _recorder(self) -> Iterator["_RouteRecorder"]:
-        routers = [layer.mlp.gate for layer in self.model.model.language_model.layers if hasattr(layer.mlp, "gate")]
-        recorder = _RouteRecorder(len(routers) if self.record_routes else 0)
-        handles = [router.register_forward_hook(recorder.hook) for router in routers] if self.record_routes else []
-        try:
-            yield recorder
-        finally:
-            for handle in handles:
-                handle.remove()
-
-
-class _RouteRecorder:
-    """Collects the experts of one forward pass, layer by layer."""
-
-    def __init__(self, num_layers: int):
-        self.num_layers = num_layers
-        self.layers: list[Tensor] = []
-
-    def hook(self, module: torch.nn.Module, inputs: tuple, output: tuple) -> None:
-        self.layers.append(output[2])
-
-    def take(self, shape: Sequence[int]) -> np.ndarray | None:
-        """int16 `[batch, tokens, MoE layers, topk]` of the pass that just ended."""
-        layers, self.layers = self.layers, []
-        assert len(layers) == self.num_layers, f"{len(layers)} routers ran, the model has {self.num_layers}"
-        if not layers:
-            return None
-        return torch.stack(layers, dim=1).unflatten(0, tuple(shape)).to(torch.int16).numpy()
+                for index, rows in zip(alive.tolist(), self.recorder.take(mask, 1)):
+                    sequences[index].rows.append(rows)
+        return [sequence.completion(self.recorder, f"sequence {i}") for i, sequence in enumerate(sequences)]
 
 
 class _Sequence:
-    """A response in the making. `routes` has one array per forward pass the sequence took part in."""
+    """A response in the making. `rows` has the record of every forward pass the sequence took part in."""
 
-    def __init__(self, prompt_routes: np.ndarray | None):
+    def __init__(self, of_prompt: Rows):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.routes: list[np.ndarray | None] = [prompt_routes]
+        self.rows = [of_prompt]
         self.stopped = False
 
     def add(self, token: int, logprob: float, stop_tokens: frozenset[int]) -> bool:
@@ -163,11 +136,14 @@ class _Sequence:
         self.stopped = token in stop_tokens
         return self.stopped
 
-    def completion(self, with_routes: bool) -> Completion:
+    def completion(self, recorder: Recorder, name: str) -> Completion:
+        routes, weights, picks = recorder.joined(self.rows, name)
         return Completion(
             tokens=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
-            routes=np.concatenate([rows for rows in self.routes if rows is not None]) if with_routes else None,
+            routes=routes,
+            route_weights=weights,
+            picks=picks,
             finish_reason="stop" if self.stopped else "length",
         )
 
@@ -180,19 +156,6 @@ def _left_padded(prompts: Sequence[np.ndarray], pad_token: int) -> tuple[Tensor,
         tokens[row, longest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
         mask[row, longest - len(prompt) :] = 1
     return tokens, mask
-
-
-def _rows_of_prompts(routes: np.ndarray | None, mask: Tensor) -> list[np.ndarray | None]:
-    """The record of each prompt's real tokens."""
-    if routes is None:
-        return [None] * len(mask)
-    return [rows[keep] for rows, keep in zip(routes, mask.bool().numpy())]
-
-
-def _split(routes: np.ndarray | None) -> Iterator[np.ndarray | None]:
-    while routes is None:
-        yield None
-    yield from routes
 
 
 def _sample(logits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from glm5_next.launchers.runtime.checkpoint_folder import MARKER, last_checkpoin
 from glm5_next.launchers.runtime.controller import Controller, StopRequest
 from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.types import Prompt
+from tests.support.tiny import Case
 
 PROMPTS = [Prompt(id=f"p{number}", text="x" * (number + 2), answer="") for number in range(7)]
 HELDOUT = (Prompt(id="h0", text="held", answer=""), Prompt(id="h1", text="out", answer=""))
@@ -104,6 +105,7 @@ def report(tokens: int) -> StepReport:
         experts_same=0,
         experts_total=0,
         memory_bytes=0,
+        replay_reads=0,
     )
 
 
@@ -131,7 +133,11 @@ class Loop:
         self.folder = folder
         self.cluster = cluster or Recorder()
         inputs = SimpleNamespace(
-            tokenizer=TOKENIZER, prompts=PromptCursor(PROMPTS, 0, True), heldout=tuple(heldout), reward=reward
+            tokenizer=TOKENIZER,
+            prompts=PromptCursor(PROMPTS, 0, True),
+            heldout=tuple(heldout),
+            reward=reward,
+            checkpoint=SimpleNamespace(config=Case().config()),
         )
         first = {"next_step": 0, "weights_version": 0, "prompt_cursor": 0, "seed": 0, "prompts_digest": ""} | state
         self.controller = Controller(self.run, inputs, self.cluster, folder, RunState(**first))  # type: ignore

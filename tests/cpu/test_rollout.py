@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from glm5_next.launchers.run_state import step_seed
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.rollout import Rollout, Sampler, encode, longest_prompt, write_rollout
 from glm5_next.launchers.types import Prompt
+from tests.support.replay import plan_of
 
 PROMPTS = [Prompt(id=f"p{number}", text="x" * (number + 1), answer=str(number)) for number in range(10)]
 
@@ -51,7 +53,7 @@ def completion(text: str, prompt_length: int) -> Completion:
     return Completion(tokens=tokens, logprobs=logprobs, routes=routes, finish_reason="stop")
 
 
-def sampler(responses, reward=lambda prompt, text: float(len(text)), **changes) -> Sampler:
+def sampler(responses, reward=lambda prompt, text: float(len(text)), routing="engine", **changes) -> Sampler:
     values = {
         "model": {"checkpoint": "/none"},
         "data": {"prompts": "tiny"},
@@ -59,7 +61,8 @@ def sampler(responses, reward=lambda prompt, text: float(len(text)), **changes) 
         "grpo": changes,
         "train": {"seed": 5},
     }
-    return Sampler(load_run_config(None, values, []), Characters(), ScriptedEngines(responses), reward)
+    replay = plan_of(moe_layers=(0, 1), routing=routing)
+    return Sampler(load_run_config(None, values, []), Characters(), ScriptedEngines(responses), reward, replay)
 
 
 def cursor() -> PromptCursor:
@@ -174,3 +177,46 @@ def test_a_step_that_is_written_again_replaces_its_file(tmp_path):
     write_rollout(tmp_path, 7, Rollout(kept=rollout.kept[:1]))
     assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000007.jsonl"]
     assert len((tmp_path / "rollouts" / "step-000007.jsonl").read_text().splitlines()) == 2
+
+
+def with_completions(it: Sampler, change) -> Sampler:
+    """The engines' completions, changed by a function of their number in the call and the completion."""
+    generate = it.engines.generate
+
+    def changed(*args, **kwargs):
+        answers = generate(*args, **kwargs)
+        numbers = iter(range(1000))
+        return [[change(next(numbers), completion) for completion in completions] for completions in answers]
+
+    it.engines.generate = changed
+    return it
+
+
+def test_a_retracted_sample_leaves_a_run_that_replays_the_engine_and_trains_without_its_record_elsewhere():
+    def retracted(number: int, completion: Completion) -> Completion:
+        return replace(completion, void="retracted") if number in (0, 3) else completion
+
+    replaying, other = (
+        with_completions(sampler(["a", "ab"], routing=routing, max_resample_rounds=0), retracted).step(
+            0, cursor(), 0, weights_version=0
+        )
+        for routing in ("engine", "off")
+    )
+    assert [lost.sample_id for lost in replaying.lost] == ["0.0.0.0", "0.0.1.1"]
+    assert replaying.not_trained == {"retracted": 2, "short group": 2} and len(replaying.kept) == 1
+    assert not other.lost and [s.sample_id for s in other.samples if s.void] == ["0.0.0.0", "0.0.1.1"]
+    assert all(s.routes is None for s in other.samples if s.void)
+
+
+def test_a_record_that_is_wrong_names_the_sample():
+    it = with_completions(
+        sampler(["a", "ab"]),
+        lambda number, completion: replace(completion, routes=completion.routes[:-1]) if number == 3 else completion,
+    )
+    with pytest.raises(ValueError, match=r"sample '4.0.1.1': routes of all layers have shape .*start offset left out"):
+        it.step(4, cursor(), 0, weights_version=0)
+
+
+def test_a_group_that_is_not_trained_on_carries_no_record():
+    rollout = sampler(["same", "same"], max_resample_rounds=0).step(0, cursor(), 0, weights_version=0)
+    assert rollout.dropped and all(sample.routes is None for sample in rollout.samples)

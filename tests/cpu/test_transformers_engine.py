@@ -13,6 +13,7 @@ from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.name_map import trained_names
 from glm5_next.bridge.reference import load_reference
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
 from glm5_next.launchers.runtime.weight_digest import weight_digest
@@ -21,6 +22,8 @@ VOCAB = 120
 PROMPTS = [np.random.default_rng(length).integers(0, VOCAB, length).astype(np.int32) for length in (41, 13, 20, 1, 17)]
 COPIES, MAX_NEW_TOKENS = 3, 14
 # A random model hardly ever ends its turn; every eighth token does here, so sequences leave the batch at any time.
+DSA = 3  # the sparse-attention layer of five
+RECORDING = Recording(routes=True, route_weights=True, picks=True)
 STOP_TOKENS = frozenset(range(0, VOCAB, 8))
 NAME = "model.language_model.layers.1.mlp.experts.3.up_proj.weight"
 
@@ -31,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def engine_of(folder: Path, **changes) -> TransformersEngine:
-    return TransformersEngine(folder, **{"precision": "fp32", "record_routes": True, "batch_size": 9, **changes})
+    return TransformersEngine(folder, **{"precision": "fp32", "recording": RECORDING, "batch_size": 9, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -53,15 +56,22 @@ def completions(engine) -> list[list[Completion]]:
 
 
 @torch.no_grad()
-def uncached(model, tokens: np.ndarray) -> tuple[Tensor, Tensor]:
-    """One forward pass: log-probabilities `[S, vocab]`, and the experts of each token, sorted `[S, MoE layers, topk]`."""
+def uncached(model, tokens: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+    """One forward pass: log-probabilities `[S, vocab]`, the combine weight of every expert `[S, MoE layers, experts]`
+    (0: not chosen) and the tokens that sparse attention reads, as the indexer of the layer gives them `[S, width]`."""
     routes: list[Tensor] = []
-    gates = [layer.mlp.gate for layer in model.model.language_model.layers if hasattr(layer.mlp, "gate")]
-    hooks = [gate.register_forward_hook(lambda module, inputs, output: routes.append(output[2])) for gate in gates]
+    picks: list[Tensor] = []
+
+    def on_router(module, inputs, output):
+        routes.append(torch.zeros(len(tokens), 8).scatter(1, output[2], output[1]))
+
+    layers = model.model.language_model.layers
+    hooks = [layer.mlp.gate.register_forward_hook(on_router) for layer in layers if hasattr(layer.mlp, "gate")]
+    hooks.append(layers[DSA].self_attn.indexer.register_forward_hook(lambda m, i, output: picks.append(output[0])))
     logits = model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
     for hook in hooks:
         hook.remove()
-    return logits.float().log_softmax(-1), torch.stack(routes, dim=1).sort(-1).values
+    return logits.float().log_softmax(-1), torch.stack(routes, dim=1), picks[0]
 
 
 def every(completions) -> list[tuple[np.ndarray, Completion]]:
@@ -75,7 +85,7 @@ def every(completions) -> list[tuple[np.ndarray, Completion]]:
 
 def test_cached_batches_of_different_lengths_give_the_log_probabilities_of_single_uncached_passes(completions, model):
     for tokens, completion in every(completions):
-        logprobs, _ = uncached(model, tokens)
+        logprobs, _, _ = uncached(model, tokens)
         picked = logprobs[:-1].gather(1, torch.from_numpy(tokens[1:].astype(np.int64))[:, None])[:, 0]
         expected = picked[-len(completion.tokens) :].numpy()
         assert completion.logprobs.dtype == np.float32
@@ -84,9 +94,27 @@ def test_cached_batches_of_different_lengths_give_the_log_probabilities_of_singl
 
 def test_recorded_experts_are_those_of_uncached_passes(completions, model):
     for tokens, completion in every(completions):
-        _, routes = uncached(model, tokens[:-1])
+        _, weights, _ = uncached(model, tokens[:-1])
         assert completion.routes.dtype == np.int16
-        assert np.array_equal(np.sort(completion.routes, axis=-1), routes.numpy())
+        got = torch.from_numpy(completion.routes).long()
+        assert torch.equal(torch.zeros_like(weights).scatter(2, got, 1.0), (weights > 0).float())
+        given = torch.zeros_like(weights).scatter(2, got, torch.from_numpy(completion.route_weights))
+        assert (given - weights).abs().max() < 1e-5, "weights of other experts, or of another token"
+
+
+def test_recorded_picks_are_those_of_uncached_passes_for_prompt_and_response_alike(completions, model):
+    """Pool ids and the implied tail, expanded to tokens, are what the reference's indexer returns."""
+    choices = 0
+    for tokens, completion in every(completions):
+        _, _, expected = uncached(model, tokens[:-1])
+        pools = completion.picks.decode(DSA)
+        assert completion.picks.layers == (DSA,) and not completion.picks.holes.any()
+        for position, (row, reference) in enumerate(zip(pools, expected.numpy(), strict=True)):
+            full = [4 * pool + member for pool in row if pool >= 0 for member in range(4)]
+            tail = list(range((position + 1) // 4 * 4, position + 1))
+            assert sorted(full + tail) == sorted(token for token in reference if token >= 0)
+            choices += position >= 19
+    assert choices > 100, "hardly a token had a choice to make"
 
 
 def test_sequences_are_longer_than_what_sparse_attention_selects(completions, model):
@@ -141,7 +169,7 @@ def test_samples_of_one_prompt_differ(completions):
 
 
 def test_without_recording_there_are_no_routes_and_the_same_samples(folder, completions):
-    engine = engine_of(folder, record_routes=False)
+    engine = engine_of(folder, recording=Recording())
     engine.stop_tokens = STOP_TOKENS
     silent = engine.generate(PROMPTS, COPIES, max_new_tokens=MAX_NEW_TOKENS, seed=1)
     assert same(silent, completions) and {c.routes for samples in silent for c in samples} == {None}

@@ -1,9 +1,11 @@
-"""Recorded routes reach the router of the right layer, micro-batch and token, through real schedules."""
+"""Recorded experts and pools reach the right layer, micro-batch and token, through real schedules."""
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from unittest import mock
 
 import numpy as np
@@ -16,13 +18,16 @@ from glm5_next.bridge.load import load_weights
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.runtime import train_step
 from glm5_next.launchers.runtime.trainer import Trainer
+from glm5_next.plugins.dsa import SparseCoreAttention
 from glm5_next.plugins.moe import Glm5NextRouter
-from glm5_next.plugins.replay import RouteReplay
+from glm5_next.plugins.pick_coding import encode_picks
+from glm5_next.plugins.replay import PickReplay, RouteReplay
 from tests.support.faults import Fault, edit
+from tests.support.replay import KPOOL, picks_of, pools_of
 from tests.support.training import batch, on_trainers, samples, settings, total, unequal_updates, weights_of
 
 LAYERS, EXPERTS = 4, 8
-MOE_LAYERS = (1, 2, 3)
+MOE_LAYERS, DSA_LAYERS = (1, 2, 3), (3,)
 FOUR_ROWS = [[[0, 1], [2], [3, 4], [5]]]
 
 
@@ -38,7 +43,7 @@ def recorded(tokens: np.ndarray) -> np.ndarray:
     return np.stack(layers, axis=1).astype(np.int16)
 
 
-SAMPLES = samples(6, routes=recorded)
+SAMPLES = samples(6, routes=recorded, picks=picks_of)
 LAYOUTS = {
     "pp2": {"parallel__ranks": 2, "parallel__pp": 2},
     "pp2_vpp2_recompute": {
@@ -64,20 +69,21 @@ def source(tmp_path_factory) -> Checkpoint:
 
 
 def replaying(source: Checkpoint, **changes):
-    return settings(source.folder, replay__routing="engine", **changes)
+    return settings(source.folder, replay__routing="engine", replay__indexer="engine", **changes)
 
 
 @contextmanager
 def routing_by_token() -> Iterator[None]:
-    """No record at all: every router works out `experts_of` from the tokens of the row that is being computed.
+    """No record at all: every layer works out `experts_of` and `pools_of` from the tokens of the row that is computed.
 
     Only right where a row's forward pass is over before the next one begins, and with one rank.
     """
-    tokens = []
+    tokens, documents = [], []
 
     def forward_step(on_output, rows, chunk):
         row = next(rows)
         tokens[:] = [row.batch.input_ids]
+        documents[:] = row.batch.cu_seqlens.tolist()
         return original_step(on_output, iter([row]), chunk)
 
     def routing(self, logits, padding_mask=None):
@@ -89,10 +95,16 @@ def routing_by_token() -> Iterator[None]:
             precomputed_indices=torch.stack(experts_of(tokens[0], self.layer_number - 1), dim=-1),
         )
 
+    def choose(self, live):
+        row = tokens[0].numpy()
+        parts = [pools_of(row[start:end], self.layer_number - 1) for start, end in pairwise(documents)]
+        return torch.from_numpy(np.concatenate(parts))
+
     original_step = train_step._forward_step
     with (
         mock.patch.object(train_step, "_forward_step", forward_step),
         mock.patch.object(Glm5NextRouter, "routing", routing),
+        mock.patch.object(SparseCoreAttention, "_choose", choose),
     ):
         yield
 
@@ -103,7 +115,8 @@ def scores_and_step(trainer: Trainer, update):
     rows = trainer._rows(update)
     with mock.patch.object(trainer, "_rows", return_value=rows):
         report = trainer.train(update)
-    return scores, report, weights_of(trainer), [row.params.routes.reads if row.params.routes else {} for row in rows]
+    stores = [(row.params.routes, row.params.picks) for row in rows]
+    return scores, report, weights_of(trainer), [[store.reads if store else {} for store in both] for both in stores]
 
 
 def by_token(trainer: Trainer, update):
@@ -142,15 +155,23 @@ def test_the_backward_pass_uses_the_record_too(layout, without_a_record, source)
         assert not unequal_updates(weights, after, source)
 
 
-def test_every_router_reads_each_row_once_per_pass(layout):
+def test_every_layer_reads_each_row_once_per_pass(layout):
     run, results = layout
     topology, times = run.parallel.topology(), 2 if run.train.recompute == "full" else 1
     stages = topology.layers_per_stage(LAYERS)
     for rank, (_, _, _, reads) in enumerate(results):
         stage = rank * topology.pp // topology.world_size
         here = [layer for chunk in range(topology.vpp or 1) for layer in stages[stage + chunk * topology.pp]]
-        expected = {layer: times for layer in here if layer in MOE_LAYERS}
-        assert reads == [expected] * (4 if run.parallel.ep == 1 else 2)
+        routes, picks = ({layer: times for layer in here if layer in kind} for kind in (MOE_LAYERS, DSA_LAYERS))
+        assert reads == [[routes, picks]] * (4 if run.parallel.ep == 1 else 2)
+
+
+def test_reads_of_both_streams_are_reported(layout):
+    run, results = layout
+    rows, times = (4 if run.parallel.ep == 1 else 2), 2 if run.train.recompute == "full" else 1
+    copies = run.parallel.ranks // run.parallel.pp  # ranks that hold the same layers, or rows of their own
+    reads = sum(report.replay_reads for _, report, _, _ in results)
+    assert reads == rows * times * copies * (len(MOE_LAYERS) + len(DSA_LAYERS))
 
 
 def test_overlap_counts_the_slots_of_all_recorded_tokens_once(layout):
@@ -170,6 +191,15 @@ def with_another_expert(samples_, sample: int, token: int, layer: int):
     return (*samples_[:sample], changed, *samples_[sample + 1 :])
 
 
+def with_another_pool(samples_, sample: int, token: int):
+    """The samples with one pool of one token replaced by one that the token did not pick."""
+    pools = samples_[sample].picks.decode(3)[:, None].copy()
+    row = pools[token, 0]
+    row[0] = next(pool for pool in range((token + 1) // KPOOL) if pool not in row)
+    changed = replace(samples_[sample], picks=encode_picks(pools, layers=(3,), kpool=KPOOL, name="changed"))
+    return (*samples_[:sample], changed, *samples_[sample + 1 :])
+
+
 def losses_and_scores(trainer: Trainer, updates):
     """Of every update, from the same weights."""
     losses, scores = [], []
@@ -180,12 +210,14 @@ def losses_and_scores(trainer: Trainer, updates):
     return losses, scores
 
 
-def test_one_changed_row_of_a_record_changes_the_loss_from_that_token_on_and_nothing_without_replay(source):
-    sample, token = 3, 4
-    both = (SAMPLES, with_another_expert(SAMPLES, sample, token, layer=2))
-    run = replaying(source)
+@pytest.mark.parametrize("stream", ["routes", "picks"])
+def test_one_changed_row_of_a_record_changes_the_loss_from_that_token_on_and_nothing_without_replay(source, stream):
+    sample, token = {"routes": (3, 4), "picks": (0, 30)}[stream]
+    change = {"routes": partial(with_another_expert, layer=2), "picks": with_another_pool}[stream]
+    both = (SAMPLES, change(SAMPLES, sample, token))
+    run = replaying(source, grpo__is_low=0.0, grpo__is_high=1e9)  # weights that follow every log-probability
     losses, (before, after) = on_trainers(run, losses_and_scores, [batch(run, these, FOUR_ROWS) for these in both])[0]
-    assert abs(losses[1] - losses[0]) > 1e-4
+    assert abs(losses[1] - losses[0]) > 2e-5
     differences = {name: np.abs(after[name] - before[name]) for name in before}
     changed = differences.pop(f"sample-{sample}")
     assert changed[:token].max() < 1e-5 and changed[token] > 1e-3
@@ -197,13 +229,27 @@ def test_one_changed_row_of_a_record_changes_the_loss_from_that_token_on_and_not
 
 
 SHIFTS = {
-    "token": ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer)].roll(-1, 0)"),
-    "layer": ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer) - 1]"),
+    "routes by a token": (
+        RouteReplay,
+        "_rows",
+        ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer)].roll(-1, 0)"),
+    ),
+    "routes by a layer": (
+        RouteReplay,
+        "_rows",
+        ("self.moe_layers.index(layer)]", "self.moe_layers.index(layer) - 1]"),
+    ),
+    "picks by a token": (
+        PickReplay,
+        "_decode",
+        ("record.decode(layer) for", "np.concatenate([record.decode(layer)[:1], record.decode(layer)[:-1]]) for"),
+    ),
 }
 
 
 @pytest.mark.parametrize("shift", SHIFTS)
 def test_a_record_shifted_by_one_shows(source, without_a_record, shift):
-    run, fault = replaying(source), Fault(RouteReplay, "experts", edit(*SHIFTS[shift]))
+    owner, method, passage = SHIFTS[shift]
+    run, fault = replaying(source), Fault(owner, method, edit(*passage))
     scores = on_trainers(run, Trainer.score, batch(run, SAMPLES, FOUR_ROWS), fault=fault)[0]
-    assert max(np.abs(scores[name] - values).max() for name, values in without_a_record[0].items()) > 0.1
+    assert max(np.abs(scores[name] - values).max() for name, values in without_a_record[0].items()) > 0.05

@@ -17,6 +17,7 @@ from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.config import RunConfig, load_run_config
 from glm5_next.launchers.metrics import MetricsLog, read_metrics
 from glm5_next.launchers.presets import preset
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.controller import Controller, StopRequest
 from glm5_next.launchers.runtime.engine import Completion
@@ -41,7 +42,7 @@ class LocalCluster:
         self.engine = TransformersEngine(
             run.model.checkpoint,
             precision=run.model.precision,
-            record_routes=run.replay.routing == "engine",
+            recording=Recording.of(run.replay),
             batch_size=run.rollout.batch_size,
             num_threads=torch.get_num_threads(),
         )

@@ -15,6 +15,7 @@ from glm5_next.launchers.packing import Plan, plan_step
 from glm5_next.launchers.runtime.batch import Batch
 from glm5_next.launchers.runtime.trainer import Trainer
 from glm5_next.launchers.types import Sample
+from glm5_next.plugins.pick_coding import PickRecord
 from tests.support import tiny  # noqa: F401 - installs the CPU runtime
 from tests.support.faults import Fault, planted
 from tests.support.ranks import run_ranks
@@ -42,9 +43,14 @@ def settings(checkpoint: Path, **changes: Any) -> RunConfig:
 
 
 def samples(
-    count: int, *, seed: int = 0, vocab: int = 100, routes: Callable[[np.ndarray], np.ndarray] | None = None
+    count: int,
+    *,
+    seed: int = 0,
+    vocab: int = 100,
+    routes: Callable[[np.ndarray], np.ndarray] | None = None,
+    picks: Callable[[np.ndarray], PickRecord] | None = None,
 ) -> tuple[Sample, ...]:
-    """Responses of 2 to 11 tokens to prompts of 3 to 34; `routes` makes a record from the tokens that are fed in."""
+    """Responses of 2 to 11 tokens to prompts of 3 to 34; `routes` and `picks` make records from the tokens fed in."""
     generator = np.random.default_rng(seed)
     made = []
     for number in range(count):
@@ -59,6 +65,7 @@ def samples(
                 rollout_logprobs=(-5 * generator.random(response)).astype(np.float32),
                 reward=0.0,
                 routes=None if routes is None else routes(tokens[:-1]),
+                picks=None if picks is None else picks(tokens[:-1]),
                 finish_reason="stop",
                 weights_version=0,
                 response_text="",
