@@ -143,7 +143,6 @@ def run_slice(report: Report) -> None:
 
     from tests.support import released
 
-    report.facts["transformers_kda"] = modeling.chunk_kimi_delta_attention.__module__
     tokens = released.random_tokens(report.tokens, released.slice_config().vocab_size)
     reference = released.reference_slice(modeling)
     ours = released.our_slice(reference)

@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +31,8 @@ METRICS_FILE = "metrics.jsonl"
 ERROR_FILE = "error.log"
 EXPORT_FOLDER = "export"
 BUILT_IN_PROMPTS = "tiny"
+# Backends of other packages whose kernels take long the first time.
+COMPILED_ON_FIRST_USE = frozenset({"fla", "cudnn", "flash_mla", "tilelang"})
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,7 @@ def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, c
             cluster = stack.enter_context(controller.cluster)
         processes = ", ".join(f"{name} is {number}" for name, number in cluster.process_ids.items())
         console.print(f"started in {time.monotonic() - started:.0f} seconds; processes: {processes}")
-        console.print(
-            "backends: " + ", ".join(f"{name} {backend}" for name, backend in cluster.train("backends")[0].items())
-        )
+        _print_backends(cluster.train("backends")[0], console)
         if checkpoint is not None:
             cluster.train("load", checkpoint)
             console.print(f"resumed from {checkpoint} at step {controller.state.next_step + 1}")
@@ -136,6 +136,15 @@ def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, c
         if controller.done:
             with watch.phase("export"):
                 controller.export(run_dir / EXPORT_FOLDER)
+
+
+def _print_backends(backends: Mapping[str, str], console: Console) -> None:
+    console.print("backends: " + ", ".join(f"{name} {backend}" for name, backend in backends.items()))
+    if not COMPILED_ON_FIRST_USE.isdisjoint(backends.values()):
+        console.print(
+            "kernels are compiled and tuned on first use: the first step can take minutes (later runs find the results in "
+            "Triton's cache, ~/.triton)"
+        )
 
 
 def _with_absolute_paths(run: RunConfig) -> RunConfig:
