@@ -5,7 +5,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.preflight import check_inputs
 from glm5_next.launchers.runtime.trainer import Trainer
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
+from glm5_next.launchers.runtime.weight_sync import check_digests
+from tests.support import tiny  # noqa: F401 - installs the CPU runtime where there is no GPU
 
 ONE_RANK = [
     "parallel.ranks=1",
@@ -32,6 +34,16 @@ ONE_RANK = [
     "model.precision=bf16",
     "train.checkpoint_every=0",
 ]
+
+
+class LocalSink:
+    """The engine of this process, as the trainer's weight sync sees it."""
+
+    def __init__(self, engine: TransformersEngine):
+        self.begin_update, self.put_weights, self.engine = engine.begin_update, engine.put_weights, engine
+
+    def commit_update(self, digests: Mapping[str, str]) -> None:
+        check_digests(digests, self.engine.commit_update(), "the engine")
 
 
 class LocalCluster:
@@ -51,7 +63,7 @@ class LocalCluster:
         return [getattr(self.trainer, method)(*args, **kwargs)]
 
     def publish(self, version: int) -> int:
-        return self.trainer.publish([self.engine], version)
+        return self.trainer.publish([LocalSink(self.engine)], version)
 
     def generate(
         self, prompts: Sequence[np.ndarray], samples_per_prompt: int, **options: Any
