@@ -122,7 +122,16 @@ def test_every_plain_key_ends_in_its_field():
 
 
 def test_every_field_of_the_config_comes_from_a_key():
-    read_from_keys = {*PLAIN_KEYS, *KDA_KEYS, "attention_kinds", "mlp_kinds", "dtype", "num_mtp_layers", "vision"}
+    read_from_keys = {
+        *PLAIN_KEYS,
+        *KDA_KEYS,
+        "attention_kinds",
+        "mlp_kinds",
+        "dtype",
+        "fp8",
+        "num_mtp_layers",
+        "vision",
+    }
     assert {field.name for field in fields(Glm5NextConfig)} == read_from_keys
 
 
