@@ -39,6 +39,11 @@ def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> 
         yield f"{flag} shows the key in the list of processes; it comes by {{key_config}} (SGLang) or VLLM_API_KEY (vLLM)"
     if "tiny_server" not in " ".join(words):
         yield from (_sglang_problems if run.rollout.engine == "sglang" else _vllm_problems)(flags, replays, model)
+        if run.rollout.engine == "vllm" and run.rollout.transport == "distributed":
+            yield (
+                "rollout.transport 'distributed': vLLM's end of an NCCL group (StatelessProcessGroup) is not the one that "
+                "torch makes here; use rollout.transport = 'disk'"
+            )
 
 
 def _sglang(run: RunConfig) -> tuple[str, ...]:

@@ -29,9 +29,11 @@ SECONDS_BETWEEN_LOOKS = 0.5  # while servers work, the trainer ranks are looked 
 class Servers:
     """`start` needs a running Ray. Not for use by several threads, except `generate` beside `publish` of older weights."""
 
-    def __init__(self, run: RunConfig, model: Glm5NextConfig, run_dir: Path, new_actor: Callable[[], Any]):
+    def __init__(
+        self, run: RunConfig, model: Glm5NextConfig, run_dir: Path, new_actor: Callable[[], Any], *, local: bool
+    ):
         self.run, self.model, self.run_dir = run, model, run_dir
-        self.local = True  # all of the run is on this machine: servers listen on its loopback interface
+        self.local = local  # then servers listen on the loopback interface
         self.key = find_key(run.rollout.api_key)
         self.loop = EventLoop()
         self.actors: dict[str, Any] = {}

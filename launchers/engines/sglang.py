@@ -160,13 +160,6 @@ class SGLangClient:
     async def forget(self) -> None:
         await self._acknowledged("/weights_checker", self._check("reset_tensors"), CONTROL_DEADLINE)
 
-    async def release_memory(self, tags: Sequence[str]) -> None:
-        """Frees GPU memory ("weights", "kv_cache", "cuda_graph"); what was in it is gone and has to be sent again."""
-        await self.wire.post("/release_memory_occupation", {"tags": list(tags)}, deadline=CONTROL_DEADLINE)
-
-    async def resume_memory(self, tags: Sequence[str]) -> None:
-        await self.wire.post("/resume_memory_occupation", {"tags": list(tags)}, deadline=CONTROL_DEADLINE)
-
     async def close(self) -> None:
         await self.wire.close()
 

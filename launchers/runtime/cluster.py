@@ -21,7 +21,7 @@ from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
-from glm5_next.launchers.runtime.placement import init_arguments, trainer_options
+from glm5_next.launchers.runtime.placement import init_arguments, is_local, server_options, trainer_options
 from glm5_next.launchers.runtime.reaper import Reaper
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -46,7 +46,9 @@ class Cluster:
         self.engines: dict[str, Any] = {}
         self.process_ids: dict[str, int] = {}
         self.servers = (
-            None if run.rollout.engine == "transformers" else Servers(run, model, run_dir, lambda: _actor(EngineServer))
+            None
+            if run.rollout.engine == "transformers"
+            else Servers(run, model, run_dir, self._new_server, local=is_local())
         )
         self._watches: dict[Any, str] = {}
         self._unanswered: dict[str, tuple[str, ...]] = {}  # what is asked -> who has not answered yet
@@ -155,6 +157,10 @@ class Cluster:
             self.servers.start()
             self.process_ids |= self.servers.process_ids
         self._answers(starts, "start", deadline=START_DEADLINE)
+
+    def _new_server(self) -> Any:
+        rollout = self.run.rollout
+        return _actor(EngineServer, **server_options(self.run.parallel.ranks, rollout.num_engines, rollout.engine_tp))
 
     def _send(self, order: Order) -> Outcome:
         return next(outcome for outcome in self.train("publish_to_servers", order) if outcome is not None)

@@ -29,6 +29,27 @@ def init_arguments(num_cpus: int) -> dict[str, Any]:
     }
 
 
+def is_local() -> bool:
+    """All of the run is on this machine: nothing has to listen beyond its loopback interface."""
+    return existing_cluster(os.environ) is None
+
+
+def server_options(ranks: int, servers: int, tp: int) -> dict[str, Any]:
+    """Ray options of a rollout server's process: GPUs of one node, apart from those of the trainer ranks.
+
+    Without any GPU servers run on CPUs. Raises ValueError if there are GPUs, but not enough for both.
+    """
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    if gpus == 0:
+        return {}
+    if gpus < ranks + servers * tp:
+        raise ValueError(
+            f"{ranks} trainer ranks and {servers} servers of {tp} GPUs (rollout.num_engines, rollout.engine_tp) need "
+            f"{ranks + servers * tp} GPUs, there are {gpus}"
+        )
+    return {"num_gpus": tp}
+
+
 def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[dict[str, Any]]:
     """Ray options of each rank's process. With a GPU for each: consecutive ranks on one node, so that tensor-parallel
     groups never leave it; with fewer, all ranks are on CPUs (a job on a cluster has counted its GPUs before).

@@ -8,12 +8,13 @@ from glm5_next.launchers.engines.keys import find_key, read_key
 from glm5_next.launchers.presets import RELEASED_CONFIG, preset
 from glm5_next.plugins.config import Glm5NextConfig
 
+TRANSPORT = {"sglang": "distributed", "vllm": "disk"}
 MODEL = Glm5NextConfig.from_hf(RELEASED_CONFIG)
 
 
 def settings(engine: str, *flags: str, **changes: str) -> RunConfig:
     values = {"model": {"checkpoint": "/none"}, "data": {"prompts": "tiny"}, "rollout": {"engine": engine}}
-    values["rollout"] |= {"engine_flags": list(flags), "engine_tp": 8}
+    values["rollout"] |= {"engine_flags": list(flags), "engine_tp": 8, "transport": TRANSPORT[engine]}
     return load_run_config(None, values, [f"{key}={value}" for key, value in changes.items()])
 
 
@@ -43,6 +44,11 @@ REFUSED = {
     "vllm logprobs": ("vllm", ["--logprobs-mode", "processed_logprobs"], "raw log-probabilities"),
     "vllm middleware": ("vllm", ["--middleware", "other"], "anybody can change the weights"),
 }
+
+
+def test_vllm_takes_weights_from_a_folder_only():
+    with pytest.raises(ValueError, match=r"use rollout\.transport = 'disk'"):
+        engine_command(settings("vllm", **{"rollout.transport": "distributed"}), MODEL)
 
 
 @pytest.mark.parametrize("case", REFUSED)
