@@ -41,7 +41,12 @@ def main() -> None:
 
 @app.command()
 def train(
-    preset: Annotated[str | None, typer.Option(help="Named settings to start from: 'tiny' runs on any laptop.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help="Named settings to start from: 'tiny' runs on any laptop, 'tiny-http' does with rollout servers."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="TOML file with settings (see --dry-run for all of them).")
     ] = None,

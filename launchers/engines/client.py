@@ -11,6 +11,7 @@ from glm5_next.launchers.engines.wire import EngineError, Refused
 from glm5_next.launchers.runtime.engine import Completion
 
 CONTROL_DEADLINE = 60.0  # seconds for a call that moves no weights and samples nothing
+WEIGHTS_DEADLINE = 600.0  # seconds for a call that goes over all weights of a large model once
 FLUSH_DEADLINE = 60.0  # seconds in which a cache has to become free
 FLUSH_PAUSE = 0.1
 OFF_LIMITS = "visual"  # part of the names of tensors that are never trained and never sent

@@ -8,6 +8,7 @@ import numpy as np
 from glm5_next.launchers.engines.client import (
     CONTROL_DEADLINE,
     OFF_LIMITS,
+    WEIGHTS_DEADLINE,
     Meeting,
     Request,
     TensorList,
@@ -113,10 +114,10 @@ class SGLangClient:
         await self.wire.post("/pause_generation", {"mode": "abort"}, deadline=CONTROL_DEADLINE)
         await self._flush()
         try:
-            await self._acknowledged("/begin_weight_update", SELECTED, CONTROL_DEADLINE)
+            await self._acknowledged("/begin_weight_update", SELECTED, WEIGHTS_DEADLINE)
         except Refused:  # an update that failed has left its session open
-            await self._acknowledged("/end_weight_update", {}, CONTROL_DEADLINE)
-            await self._acknowledged("/begin_weight_update", SELECTED, CONTROL_DEADLINE)
+            await self._acknowledged("/end_weight_update", {}, WEIGHTS_DEADLINE)
+            await self._acknowledged("/begin_weight_update", SELECTED, WEIGHTS_DEADLINE)
 
     async def receive(self, meeting: Meeting, tensors: TensorList, deadline: float) -> None:
         body = {
@@ -135,7 +136,7 @@ class SGLangClient:
         await self._acknowledged("/update_weights_from_disk", body, deadline)
 
     async def close_update(self, version: str) -> None:
-        await self._acknowledged("/end_weight_update", {}, CONTROL_DEADLINE)
+        await self._acknowledged("/end_weight_update", {}, WEIGHTS_DEADLINE)
         body = {"new_version": version, "abort_all_requests": False}
         await self._acknowledged("/update_weight_version", body, CONTROL_DEADLINE)
         await self._flush()
@@ -148,7 +149,7 @@ class SGLangClient:
         return field_of(info, "weight_version", str, f"{self.name}: /model_info")
 
     async def checksums(self) -> dict[str, str]:
-        answer = await self._acknowledged("/weights_checker", self._check("checksum"), CONTROL_DEADLINE)
+        answer = await self._acknowledged("/weights_checker", self._check("checksum"), WEIGHTS_DEADLINE)
         where = f"{self.name}: /weights_checker"
         ranks = field_of(answer, "ranks", list, where)
         return {
@@ -158,7 +159,7 @@ class SGLangClient:
         }
 
     async def forget(self) -> None:
-        await self._acknowledged("/weights_checker", self._check("reset_tensors"), CONTROL_DEADLINE)
+        await self._acknowledged("/weights_checker", self._check("reset_tensors"), WEIGHTS_DEADLINE)
 
     async def close(self) -> None:
         await self.wire.close()

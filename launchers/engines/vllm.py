@@ -9,6 +9,7 @@ import numpy as np
 from glm5_next.launchers.engines.client import (
     CONTROL_DEADLINE,
     OFF_LIMITS,
+    WEIGHTS_DEADLINE,
     Meeting,
     Request,
     TensorList,
@@ -102,10 +103,10 @@ class VllmClient:
         await self.wire.post("/pause", deadline=CONTROL_DEADLINE, mode="abort", clear_cache="true")
         await self._flush()
         try:
-            await self.wire.post("/start_weight_update", {}, deadline=CONTROL_DEADLINE)
+            await self.wire.post("/start_weight_update", {}, deadline=WEIGHTS_DEADLINE)
         except Refused:  # an update that failed has left its session open
-            await self.wire.post("/finish_weight_update", {}, deadline=CONTROL_DEADLINE)
-            await self.wire.post("/start_weight_update", {}, deadline=CONTROL_DEADLINE)
+            await self.wire.post("/finish_weight_update", {}, deadline=WEIGHTS_DEADLINE)
+            await self.wire.post("/start_weight_update", {}, deadline=WEIGHTS_DEADLINE)
 
     async def receive(self, meeting: Meeting, tensors: TensorList, deadline: float) -> None:
         update_info = {"names": tensors.names, "dtype_names": tensors.dtypes, "shapes": tensors.shapes}
@@ -116,7 +117,7 @@ class VllmClient:
         await self.wire.post("/collective_rpc", body, deadline=deadline)
 
     async def close_update(self, version: str) -> None:
-        await self.wire.post("/finish_weight_update", {"weight_version": version}, deadline=CONTROL_DEADLINE)
+        await self.wire.post("/finish_weight_update", {"weight_version": version}, deadline=WEIGHTS_DEADLINE)
         await self._flush()  # finishing does not
 
     async def resume(self) -> None:
@@ -127,12 +128,12 @@ class VllmClient:
         return field_of(answer, "weight_version", str, f"{self.name}: /weight_info")
 
     async def checksums(self) -> dict[str, str]:
-        answer = await self.wire.post("/weight_checker", {"action": "checksum"}, deadline=CONTROL_DEADLINE)
+        answer = await self.wire.post("/weight_checker", {"action": "checksum"}, deadline=WEIGHTS_DEADLINE)
         checksums = field_of(answer, "checksums", Mapping, f"{self.name}: /weight_checker")
         return {name: checksum for name, checksum in checksums.items() if OFF_LIMITS not in name}
 
     async def forget(self) -> None:
-        await self.wire.post("/weight_checker", {"action": "reset"}, deadline=CONTROL_DEADLINE)
+        await self.wire.post("/weight_checker", {"action": "reset"}, deadline=WEIGHTS_DEADLINE)
 
     async def close(self) -> None:
         await self.wire.close()

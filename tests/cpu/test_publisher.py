@@ -193,7 +193,7 @@ def test_an_engine_that_does_not_answer_an_update_is_given_up_at_its_deadline(en
     engines[1].fail("/begin_weight_update", stall(until))
     made = publisher_of(engines)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("glm5_next.launchers.engines.sglang.CONTROL_DEADLINE", 0.5)
+        patch.setattr("glm5_next.launchers.engines.sglang.WEIGHTS_DEADLINE", 0.5)
         with pytest.raises(EnginesFailed) as error:
             publish(weights, [made], 0)
     until.set()
