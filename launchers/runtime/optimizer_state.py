@@ -21,8 +21,7 @@ METADATA = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: dict[str, Any], *, is_loading: bool) -> Any:
     """(what to save or load, the optimizers' own state dictionaries with everything else in them)."""
-    if is_loading:
-        _start_states(optimizer)
+    _start_states(optimizer)
     skeletons = [
         part.sharded_state_dict(model_state, is_loading=is_loading, metadata=METADATA) for part in _parts(optimizer)
     ]
@@ -55,7 +54,8 @@ def _parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def _start_states(optimizer: MegatronOptimizer) -> None:
-    """Zeros where nothing was updated yet. Megatron asks torch's Adam for `step` before it has put one there."""
+    """Zeros where nothing was updated yet: before a load, or before a save of a run whose first groups were all dropped.
+    Megatron asks torch's Adam for `step` before it has put one there."""
     for part in _parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):

@@ -132,6 +132,28 @@ def test_a_save_starts_no_process(layout):
     assert [result["started"] for result in layout[0]] == [set()] * len(layout[0])
 
 
+def save_at_once_and_train(trainer: Trainer, update, folder: Path) -> dict:
+    trainer.save(folder, STATE)
+    report = trainer.train(update)
+    return {"next": (report.sums, report.grad_norm, report.lr, snapshot(trainer))}
+
+
+@pytest.mark.parametrize("name", ["one", "dp2_distributed_optimizer"])
+def test_a_run_that_has_not_trained_yet_can_be_saved(name, source, tmp_path):
+    folder = step_folder(tmp_path, 0)
+    run = settings(source.folder, **LAYOUTS[name])
+    update = batch(run, samples(2))
+    went_on = on_trainers(run, save_at_once_and_train, update, folder)
+    loaded = on_trainers(run, load_train_only, update, folder)
+    assert loaded == went_on
+
+
+def load_train_only(trainer: Trainer, update, folder: Path) -> dict:
+    trainer.load(folder)
+    report = trainer.train(update)
+    return {"next": (report.sums, report.grad_norm, report.lr, snapshot(trainer))}
+
+
 def test_a_saved_folder_says_that_it_is_whole(layout):
     check_finished(layout[2])
     assert last_checkpoint(layout[2].parents[1]) == layout[2]
