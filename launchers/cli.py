@@ -14,17 +14,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(cli_inspect.parity)
-app.command()(cli_inspect.audit)
-app.command()(cli_inspect.plan)
-app.command()(cli_bridge.convert)
-app.command("slice")(cli_bridge.slice_)
-app.command()(cli_bridge.verify)
-app.command()(cli_cluster.prepare)
-app.command()(cli_cluster.slurm)
-app.command()(cli_cluster.node)
-app.command()(cli_cluster.doctor)
-
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. --set train.steps=20. Repeatable."),
@@ -99,3 +88,15 @@ def tiny_checkpoint(
             "dense_layers": dense_layers,
         }
         commands.tiny_checkpoint(out, seed=seed, warm_up_steps=warm_up, sizes=sizes)
+
+
+app.command()(cli_inspect.parity)
+app.command()(cli_inspect.audit)
+app.command()(cli_inspect.plan)
+app.command()(cli_bridge.convert)
+app.command("slice")(cli_bridge.slice_)
+app.command()(cli_bridge.verify)
+app.command()(cli_cluster.prepare)
+app.command()(cli_cluster.slurm)
+app.command()(cli_cluster.node)
+app.command()(cli_cluster.doctor)
