@@ -27,19 +27,21 @@ def run_ranks(
     run.
     """
     close_own_groups()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    pipes = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
-    ranks = [
-        CONTEXT.Process(
-            target=_rank, args=(rank, world_size, store.port, timeout, pipes[rank][1], start_group, fn, args)
-        )
-        for rank in range(world_size)
-    ]
-    for rank, (_, send) in zip(ranks, pipes, strict=True):
-        rank.start()
-        send.close()  # so that the pipe ends when the rank does
+    ranks: list[Any] = []
+    pipes: list[Any] = []
+    for rank in range(world_size):
+        ours, theirs = CONTEXT.Pipe()
+        ranks.append(CONTEXT.Process(target=_rank, args=(rank, world_size, timeout, theirs, start_group, fn, args)))
+        ranks[-1].start()
+        theirs.close()  # so that the pipe ends when the rank does
+        pipes.append(ours)
     try:
-        return _collect([receive for receive, _ in pipes], time.monotonic() + timeout)
+        # After the last fork: the store's thread looks up the address of a rank that connects, under a lock of the C
+        # library; a rank that is forked meanwhile would find that lock taken for ever.
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for pipe in pipes:
+            pipe.send(store.port)
+        return _collect(pipes, time.monotonic() + timeout)
     finally:
         for rank in ranks:
             rank.kill()
@@ -78,7 +80,6 @@ def _collect(pipes: list[Any], deadline: float) -> list[Any]:
 def _rank(
     rank: int,
     world_size: int,
-    port: int,
     timeout: float,
     pipe: Any,
     start_group: bool,
@@ -88,7 +89,7 @@ def _rank(
     torch.set_num_threads(1)
     gc.freeze()  # garbage of the parent may hold a store or a group; freeing it here would wait for threads that are gone
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = dist.TCPStore("127.0.0.1", pipe.recv(), is_master=False)
         if start_group:
             dist.init_process_group(
                 "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
