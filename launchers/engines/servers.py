@@ -120,7 +120,7 @@ class Servers:
 
     def status(self) -> str:
         """How far a round of sampling is, and with whom; empty where there is none."""
-        return self.fleet.status() if hasattr(self, "fleet") else "servers load their weights"
+        return self.fleet.status() if hasattr(self, "fleet") else "servers do not all answer yet"
 
     def close(self) -> None:
         self.loop.close()
