@@ -93,6 +93,7 @@ def tiny_checkpoint(
 app.command()(cli_inspect.parity)
 app.command()(cli_inspect.audit)
 app.command()(cli_inspect.plan)
+app.command("replay-study")(cli_inspect.replay_study)
 app.command()(cli_bridge.convert)
 app.command("slice")(cli_bridge.slice_)
 app.command()(cli_bridge.verify)

@@ -118,3 +118,25 @@ def plan(
                 )
             fits = plan_commands.plan(config, gpus, gpu_memory, nodes, workload, top=top, as_json=as_json)
     raise typer.Exit(0 if fits else 1)
+
+
+def replay_study(
+    out: Annotated[Path, typer.Argument(help="Folder to write; must not exist or be empty.")] = Path(
+        "runs/replay-study"
+    ),
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder; default: a random tiny one, written to OUT.")
+    ] = None,
+    copies: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 4,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of weights, prompts and sampling.")] = 0,
+) -> None:
+    """Measure how much of the mismatch between engine and trainer comes from routing and from the indexer.
+
+    The embedded engine samples with its caches, the trainer scores the same tokens in packed rows, with replay off, of
+    experts, of the indexer's picks, and of both; in bf16, and in fp32 as a control.
+    """
+    with one_message_on_error():
+        from glm5_next.launchers import study_commands
+
+        study_commands.replay_study(out, checkpoint, copies=copies, new_tokens=new_tokens, seed=seed)

@@ -152,10 +152,14 @@ class OwnRecord:
                 raise RuntimeError(f"layer {layer} chose twice while its choice was recorded")
             self.chosen[layer] = live()
             return self.chosen[layer]
-        if layer not in self.chosen:
-            raise RuntimeError(f"layer {layer} made no choice in the pass that was recorded")
         _count(self.reads, layer)
         return self.chosen[layer]
+
+    def close(self, layers: Iterable[int], what: str) -> None:
+        """Ends the recording; RuntimeError unless every one of `layers` made its choice and no other layer did."""
+        if self.chosen.keys() != set(layers):
+            raise RuntimeError(f"{what}: layers {sorted(self.chosen)} recorded their choice, planned {sorted(layers)}")
+        self.recording = False
 
 
 def check_reads(choices: Choices, layers: Iterable[int], passes: int, what: str) -> int:

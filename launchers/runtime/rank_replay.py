@@ -48,9 +48,9 @@ class RankReplay:
             for stream, record in kept[-1].items():
                 setattr(row.params, stream, record)
         result = run()
-        for row, records in zip(rows, kept):
+        for number, (row, records) in enumerate(zip(rows, kept)):
             for stream, record in records.items():
-                record.recording = False
+                record.close(self.layers[stream], f"replay: micro-batch {number}, {stream}")
                 setattr(row.params, stream, None)
         self._own[_key(batch)] = kept
         return result
