@@ -32,10 +32,9 @@ from tests.support.training import (
 STEPS = 3
 SAMPLES = samples(5)
 # Virtual stages and expert tensor parallelism are in test_replay_step.py, with the same comparisons.
+# tests/distributed/test_layout_grid.py has all of them; here one of each kind that reports in its own way.
 LAYOUTS = {
-    "dp2": {"parallel__ranks": 2},
     "dp2_distributed_optimizer": {"parallel__ranks": 2, "parallel__distributed_optimizer": True},
-    "ep2": {"parallel__ranks": 2, "parallel__ep": 2},
     "tp2": {"parallel__ranks": 2, "parallel__tp": 2},
     "pp2": {"parallel__ranks": 2, "parallel__pp": 2},
 }
