@@ -221,7 +221,7 @@ def test_a_sample_whose_engine_log_probabilities_are_not_finite_leaves_loss_and_
 
 
 def test_a_replica_without_a_trained_token_takes_part_and_changes_nothing(source, one_process):
-    ((expected,), *_), two = one_process[0], settings(source.folder, **LAYOUTS["dp2"])
+    ((expected,), *_), two = one_process[0], settings(source.folder, parallel__ranks=2)
     uneven = batch(two, SAMPLES, [[[0, 1, 2, 3, 4]], [[]]])
     for rank, ((report,), _) in enumerate(on_trainers(two, some_steps, uneven, 1)):
         assert report.sums["tokens"] == (0, expected.sums["tokens"])[rank == 0]
@@ -240,7 +240,7 @@ def train_on_own_plan(trainer: Trainer, updates) -> tuple[str, int]:
 
 
 def test_ranks_that_planned_different_steps_are_refused_before_the_first_forward(source):
-    run = settings(source.folder, **LAYOUTS["dp2"])
+    run = settings(source.folder, parallel__ranks=2)
     updates = [batch(run, SAMPLES, plan) for plan in ([[[0], [1]], [[2], [3]]], [[[0], [1]], [[2, 3]]])]
     for refusal, forwards in on_trainers(run, train_on_own_plan, updates, timeout=30):
         assert "ranks [1] planned another step than rank 0" in refusal and forwards == 0
