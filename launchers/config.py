@@ -82,6 +82,17 @@ def describe(config: RunConfig) -> str:
     return "\n".join(lines)
 
 
+def with_absolute_paths(run: RunConfig) -> RunConfig:
+    """Paths that mean the same from any folder the run is resumed in."""
+
+    def absolute(prompts: str | None) -> str | None:
+        return prompts if prompts in (None, "tiny") else str(Path(prompts).resolve())
+
+    model = run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})
+    data = {"prompts": absolute(run.data.prompts), "heldout": absolute(run.data.heldout)}
+    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
+
+
 def _section_type(field: FieldInfo) -> type[BaseModel]:
     assert isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
     return field.annotation

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from glm5_next.launchers import slurm
 from glm5_next.launchers.atomic_write import write_atomic
-from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.config import RunConfig, describe, load_run_config, with_absolute_paths
 from glm5_next.launchers.presets import find_preset
 from glm5_next.launchers.presets import preset as preset_values
 from glm5_next.launchers.slurm import JobPlan, Submission
@@ -36,7 +36,7 @@ def job(
     nodes = nodes or (cluster.nodes if cluster else 1)
     gpus_per_node = gpus_per_node if gpus_per_node is not None else (cluster.gpus_per_node if cluster else 0)
     folder = (folder or Path("jobs") / name).resolve()
-    run = load_run_config(None, preset_values(preset), overrides)
+    run = with_absolute_paths(load_run_config(None, preset_values(preset), overrides))  # nodes start elsewhere
     run_dir = (run.output.runs / (run.output.run_id or name)).resolve()
     output = run.output.model_copy(update={"runs": run_dir.parent, "run_id": run_dir.name})
     run = run.model_copy(update={"output": output})

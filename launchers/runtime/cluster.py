@@ -21,7 +21,13 @@ from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
-from glm5_next.launchers.runtime.placement import init_arguments, is_local, server_options, trainer_options
+from glm5_next.launchers.runtime.placement import (
+    check_cpus,
+    init_arguments,
+    is_local,
+    server_options,
+    trainer_options,
+)
 from glm5_next.launchers.runtime.reaper import Reaper
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -66,6 +72,7 @@ class Cluster:
             with _same_handler(signal.SIGTERM):  # Ray takes it over
                 rollout = self.run.rollout
                 ray.init(**init_arguments(self.run.parallel.ranks + rollout.num_engines + rollout.max_restarts))
+            check_cpus(self.run.parallel.ranks + rollout.num_engines)
             self._start()
             self._reaper.all_started()
         except BaseException:

@@ -50,6 +50,15 @@ def server_options(ranks: int, servers: int, tp: int) -> dict[str, Any]:
     return {"num_gpus": tp}
 
 
+def check_cpus(wanted: int) -> None:
+    """Raises ValueError if Ray has fewer CPUs than the run has processes: some would wait for ever."""
+    there = int(ray.cluster_resources().get("CPU", 0))
+    if there < wanted:
+        raise ValueError(
+            f"the run has {wanted} ranks and engines, a CPU each, and Ray only {there} CPUs on all its nodes"
+        )
+
+
 def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[dict[str, Any]]:
     """Ray options of each rank's process. With a GPU for each: consecutive ranks on one node, so that tensor-parallel
     groups never leave it; with fewer, all ranks are on CPUs (a job on a cluster has counted its GPUs before).

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from glm5_next.launchers.atomic_write import write_atomic
-from glm5_next.launchers.config import RunConfig, describe, load_run_config
+from glm5_next.launchers.config import RunConfig, describe, load_run_config, with_absolute_paths
 from glm5_next.launchers.failures import RunFailed
 from glm5_next.launchers.metrics import MetricsLog, read_metrics
 from glm5_next.launchers.phase_watch import PhaseWatch
@@ -30,7 +30,6 @@ SETTINGS_FILE = "run.toml"
 METRICS_FILE = "metrics.jsonl"
 ERROR_FILE = "error.log"
 EXPORT_FOLDER = "export"
-BUILT_IN_PROMPTS = "tiny"
 # Backends of other packages whose kernels take long the first time.
 COMPILED_ON_FIRST_USE = frozenset({"fla", "cudnn", "flash_mla", "tilelang"})
 
@@ -45,7 +44,7 @@ class Outcome:
 
 def start_run(run: RunConfig, *, name: str) -> Outcome:
     """Trains from the checkpoint named in the settings, in a new folder under `output.runs`."""
-    run = _with_absolute_paths(run)
+    run = with_absolute_paths(run)
     inputs = check_inputs(run)
     run_id = run.output.run_id or f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     run_dir = (run.output.runs / run_id).resolve()
@@ -76,7 +75,7 @@ def resume_run(run_dir: Path, overrides: list[str]) -> Outcome:
 
 
 def _resume_here(run_dir: Path, overrides: list[str]) -> Outcome:
-    run = _with_absolute_paths(load_run_config(run_dir / SETTINGS_FILE, None, overrides))
+    run = with_absolute_paths(load_run_config(run_dir / SETTINGS_FILE, None, overrides))
     inputs = check_inputs(run)
     checkpoint = last_checkpoint(run_dir)
     state = _first_state(run, inputs) if checkpoint is None else RunState.load(checkpoint / STATE_FILE)
@@ -145,17 +144,6 @@ def _print_backends(backends: Mapping[str, str], console: Console) -> None:
             "kernels are compiled and tuned on first use: the first step can take minutes (later runs find the results in "
             "Triton's cache, ~/.triton)"
         )
-
-
-def _with_absolute_paths(run: RunConfig) -> RunConfig:
-    """Paths that mean the same from any folder the run is resumed in."""
-
-    def absolute(prompts: str | None) -> str | None:
-        return prompts if prompts in (None, BUILT_IN_PROMPTS) else str(Path(prompts).resolve())
-
-    model = run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})
-    data = {"prompts": absolute(run.data.prompts), "heldout": absolute(run.data.heldout)}
-    return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
 
 
 def _first_state(run: RunConfig, inputs: Inputs) -> RunState:

@@ -14,7 +14,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 import ray
 from ray.cluster_utils import Cluster
 from glm5_next.launchers.failures import WorkerFailed
-from glm5_next.launchers.runtime.placement import init_arguments, trainer_options
+from glm5_next.launchers.runtime.placement import check_cpus, init_arguments, trainer_options
 
 cluster = Cluster()
 for _ in range(2):
@@ -27,17 +27,17 @@ class Rank:
     def where(self):
         return ray.get_runtime_context().get_node_id(), ray.get_gpu_ids()
 
-def refusal(ranks):
+def refusal(ranks, check=lambda ranks: trainer_options(ranks, deadline=1)):
     try:
-        trainer_options(ranks, deadline=1)
+        check(ranks)
     except (ValueError, WorkerFailed) as error:
         return type(error).__name__ + ": " + str(error)
 
-result = {"refused": refusal(3)}
+result = {"refused": refusal(3), "cpus": [refusal(8, check_cpus), refusal(9, check_cpus)]}
 ranks = [Rank.options(**place).remote() for place in trainer_options(4)]
 result["where"] = ray.get([rank.where.remote() for rank in ranks])
 result["taken"] = refusal(2)
-result["cpus"] = trainer_options(5)
+result["no_gpus"] = trainer_options(5)
 code = f"from ray._raylet import GcsClient; print(len(GcsClient(address='{cluster.address}').get_all_node_info(timeout=5)))"
 import subprocess
 def ask(key):
@@ -76,7 +76,8 @@ def test_consecutive_ranks_share_a_node_and_each_has_its_gpu(result):
 def test_what_cannot_be_placed_is_refused_in_words(result):
     assert result["refused"] == "ValueError: parallel.ranks is 3, which does not fill nodes of 2 GPUs"
     assert result["taken"].startswith("WorkerFailed: no place for 2 trainer ranks on 1 node(s) with 2 GPUs")
-    assert result["cpus"] == [{}] * 5
+    assert result["no_gpus"] == [{}] * 5
+    assert result["cpus"][0] is None and "9 ranks and engines" in result["cpus"][1]
 
 
 def test_only_who_has_the_key_is_answered(result):

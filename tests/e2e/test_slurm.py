@@ -89,6 +89,7 @@ def test_dry_run_prints_the_job_that_is_on_record(name, tmp_path, monkeypatch):
     (tmp_path / "run.toml").write_text(printed["run.toml"])
     run = load_run_config(tmp_path / "run.toml", None, [])
     assert (run.output.run_id, run.output.runs) == (name, tmp_path / "runs")
+    assert run.model.checkpoint.parent == tmp_path and run.data.prompts == str(tmp_path / "dapo-math-17k.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
