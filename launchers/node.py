@@ -28,6 +28,8 @@ from glm5_next.launchers.slurm import PLAN_FILE, JobPlan
 POLL = 0.2
 SAY_EVERY = 30.0
 FAREWELL = 10.0  # seconds between a node's own end and the head's word that the job is over
+FINISHED = "finished"  # left in the job's state by a run that came to its end
+STATE_VARIABLE = "GLM5_NEXT_JOB_STATE"
 TERMINATE = 30.0  # seconds that what a node started may take to end before it is killed
 
 
@@ -92,6 +94,9 @@ class Node:
         code = 1
         try:
             code = self._wait(self._start(address), lambda: False)
+            if code == 0 and not (self.state / FINISHED).exists():
+                code = 1  # `ray symmetric-run` of Ray 2.60.0 ends well if Ray did not start
+                raise RunFailed("Ray did not start (see above): the run never began")
         finally:
             write_atomic(self._ended, json.dumps({"code": code}).encode())
             self._key.unlink(missing_ok=True)
@@ -138,6 +143,7 @@ class Node:
             **key_file_environment(self._key),
             **network,
             own_ray.MARK: self.mark,
+            STATE_VARIABLE: str(self.state),
             "PATH": os.pathsep.join([str(programs), os.environ.get("PATH", ""), str(Path(sys.executable).parent)]),
             "RAY_ADDRESS": address,
             "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": deadline,

@@ -11,6 +11,7 @@ import ray
 
 from glm5_next.launchers.config import load_run_config
 from glm5_next.launchers.failures import RunFailed
+from glm5_next.launchers.node import FINISHED, STATE_VARIABLE
 from glm5_next.launchers.ray_settings import existing_cluster
 from glm5_next.launchers.runtime.placement import init_arguments
 from glm5_next.launchers.runtime.run import SETTINGS_FILE, resume_run, start_run
@@ -29,8 +30,12 @@ def drive(plan: JobPlan) -> bool:
     ray.shutdown()
     run_dir = Path(plan.run_dir)
     if (run_dir / SETTINGS_FILE).is_file():
-        return resume_run(run_dir, []).finished
-    return start_run(load_run_config(plan.settings, None, []), name=plan.name).finished
+        outcome = resume_run(run_dir, [])
+    else:
+        outcome = start_run(load_run_config(plan.settings, None, []), name=plan.name)
+    if outcome.finished:
+        (Path(os.environ[STATE_VARIABLE]) / FINISHED).touch()
+    return outcome.finished
 
 
 def wait_for_cluster(plan: JobPlan, nodes: Callable[[], Sequence[Mapping[str, Any]]]) -> None:

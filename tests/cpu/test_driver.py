@@ -46,6 +46,7 @@ def test_a_job_that_is_started_again_continues_its_run(earlier, finished, tmp_pa
     ray.shutdown = lambda: done.append("left")
     monkeypatch.setattr(driver, "ray", ray)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.5:10700")
+    monkeypatch.setenv(driver.STATE_VARIABLE, str(tmp_path))
     outcome = SimpleNamespace(finished=finished)
     monkeypatch.setattr(driver, "start_run", lambda run, name: done.append(("start", name)) or outcome)
     monkeypatch.setattr(driver, "resume_run", lambda folder, changes: done.append(("resume", folder)) or outcome)
@@ -56,6 +57,7 @@ def test_a_job_that_is_started_again_continues_its_run(earlier, finished, tmp_pa
     assert driver.drive(plan(tmp_path)) is finished
     expected = ("resume", tmp_path / "run") if earlier else ("start", "a")
     assert done == ["10.0.0.5:10700", "left", expected]
+    assert (tmp_path / driver.FINISHED).exists() is finished
 
 
 def test_a_driver_alone_is_refused(monkeypatch):

@@ -194,6 +194,7 @@ def test_two_jobs_at_once_do_not_meet(stubs: Stubs):
     [
         ({"driver_status": 7}, 7, ""),
         ({"driver_seconds": 60, "worker_dies_after": 1}, 1, "ended (exit status 0) before the job did"),
+        ({"ray_does_not_start": 1}, 1, "Ray did not start"),
     ],
 )
 def test_a_role_that_fails_ends_the_job_with_its_status(stubs: Stubs, scenario, status, message):
@@ -201,9 +202,9 @@ def test_a_role_that_fails_ends_the_job_with_its_status(stubs: Stubs, scenario, 
     job = stubs.start(write(stubs), 7)
     start = time.monotonic()
     code = job.end()
-    # A node that has lost Ray waits for the head's word first; then it, and through srun the others, end.
-    assert code >= status and message in job.text(), job.text()
-    assert code == status or scenario.get("worker_dies_after"), job.text()
+    assert message in job.text(), job.text()
+    # A node that lost Ray fails alone and srun ends the others, some by a signal: any status but 0.
+    assert code == status or (code and "worker_dies_after" in scenario), job.text()
     assert time.monotonic() - start < 80
 
 
@@ -233,6 +234,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_queued_again(stubs: 
     stubs.scenario(driver_seconds=60)
     script = write(stubs)
     job = stubs.start(script, 7)
+    job.wait_for("ray", 3)
     job.wait_for("driver")
     job.signal(signal.SIGUSR1)
     assert job.end() == 130, job.text()
@@ -247,6 +249,7 @@ def test_before_the_time_limit_the_run_saves_and_the_job_is_queued_again(stubs: 
 def test_a_preempted_job_saves_and_leaves_queueing_to_slurm(stubs: Stubs):
     stubs.scenario(driver_seconds=60)
     job = stubs.start(write(stubs), 7)
+    job.wait_for("ray", 3)
     job.wait_for("driver")
     job.signal(signal.SIGTERM)
     assert job.end() == 130, job.text()
@@ -258,7 +261,7 @@ def test_a_port_that_is_taken_is_named(stubs: Stubs):
 
     with socket.create_server(("0.0.0.0", Ports.of_job(7).gcs + 3)):
         job = stubs.start(write(stubs), 7)
-        assert job.end() == 2 and f"port {Ports.of_job(7).gcs + 3} on" in job.text(), job.text()
+        assert job.end() and f"port {Ports.of_job(7).gcs + 3} on" in job.text(), job.text()
 
 
 def test_ray_stop_ends_the_processes_of_its_own_job_only(tmp_path):

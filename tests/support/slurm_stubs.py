@@ -73,6 +73,10 @@ plan = json.load(open(os.path.join(HERE, "scenario.json")))
 if rank:
     time.sleep(plan.get("worker_dies_after", 600))
     sys.exit(0)
+if plan.get("ray_does_not_start"):
+    print("Failed to start Ray")
+    subprocess.run(["ray", "stop"], check=True)
+    sys.exit(0)
 entry = words[words.index("--") + 1 :]
 code = subprocess.run([sys.executable, os.path.join(HERE, "driver.py"), *entry]).returncode
 subprocess.run(["ray", "stop"], check=True)
@@ -89,6 +93,8 @@ def save(number, frame):
     sys.exit(130)
 signal.signal(signal.SIGTERM, save)
 time.sleep(plan.get("driver_seconds", 0))
+if not plan.get("driver_status"):
+    open(os.path.join(os.environ["GLM5_NEXT_JOB_STATE"], "finished"), "w").close()
 sys.exit(plan.get("driver_status", 0))
 """
 PREAMBLE = """#!{python}
