@@ -65,14 +65,19 @@ class Preset:
 
 
 def _full_size(cluster: Cluster, tp: int, pp: int, ep: int) -> dict[str, Any]:
-    """GRPO on the released model: competition mathematics with long answers, 64 samples an update; a server a node."""
+    """GRPO on the released model: competition mathematics with long answers, 64 samples an update.
+
+    Half of the nodes train, the others hold a server each.
+    """
+    servers = cluster.nodes // 2
+    ranks = cluster.gpus - servers * cluster.gpus_per_node
     return {
         "model": {"checkpoint": "GLM-5.3-Flash", "precision": "bf16"},
-        "parallel": {"ranks": cluster.gpus, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
+        "parallel": {"ranks": ranks, "tp": tp, "pp": pp, "ep": ep, "distributed_optimizer": True},
         "data": {"prompts": "dapo-math-17k.jsonl", "reward": "math"},
         "rollout": {
             "engine": "sglang",
-            "num_engines": cluster.nodes,
+            "num_engines": servers,
             "engine_tp": cluster.gpus_per_node,
             "prompts_per_step": 8,
             "samples_per_prompt": 8,
@@ -93,29 +98,30 @@ def _full_size(cluster: Cluster, tp: int, pp: int, ep: int) -> dict[str, Any]:
     }
 
 
-def _slice(cluster: Cluster, ep: int) -> dict[str, Any]:
+def _slice(cluster: Cluster, ranks: int, rollout: dict[str, Any]) -> Preset:
     """The same on the first four layers, to try an installation: three KDA layers and a sparse one, all experts."""
-    values = _full_size(cluster, tp=1, pp=1, ep=ep)
+    values = _full_size(cluster, tp=1, pp=1, ep=ranks)
     values["model"] = {"checkpoint": "GLM-5.3-Flash-4-layers", "precision": "bf16"}
-    values["rollout"] |= {"max_new_tokens": 1024}
+    values["parallel"] |= {"ranks": ranks}
+    values["rollout"] |= {"max_new_tokens": 1024, **rollout}
     values["train"] |= {"steps": 10, "tokens_per_micro_batch": 8192, "checkpoint_every": 0}
-    return values
+    return Preset(values, cluster, layers=4)
 
 
 def _preset(cluster: Cluster, tp: int, pp: int, ep: int) -> Preset:
     return Preset(_full_size(cluster, tp, pp, ep), cluster)
 
 
-ONE_NODE, ONE_CARD = Cluster(1, 8, 141), Cluster(1, 1, 141)
 PRESETS = {
     "tiny": Preset(TINY),
     "tiny-http": Preset(TINY_HTTP),
     "16x4": _preset(Cluster(16, 4, 276), tp=4, pp=2, ep=16),
-    "8x4": _preset(Cluster(8, 4, 276), tp=4, pp=2, ep=16),
-    "8x8": _preset(Cluster(8, 8, 141), tp=8, pp=4, ep=16),
+    "8x4": _preset(Cluster(8, 4, 276), tp=4, pp=2, ep=8),
+    "8x8": _preset(Cluster(8, 8, 141), tp=8, pp=2, ep=16),
     "16x8": _preset(Cluster(16, 8, 141), tp=8, pp=4, ep=16),
-    "slice-1x8": Preset(_slice(ONE_NODE, ep=8), ONE_NODE, layers=4),
-    "slice-1x1": Preset(_slice(ONE_CARD, ep=1), ONE_CARD, layers=4),
+    "slice-1x8": _slice(Cluster(1, 8, 141), 4, {"num_engines": 1, "engine_tp": 4}),
+    # One card has no room for a server beside the trainer: the embedded engine samples.
+    "slice-1x1": _slice(Cluster(1, 1, 141), 1, {"engine": "transformers", "num_engines": 1, "engine_tp": 1}),
 }
 
 

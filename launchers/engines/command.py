@@ -4,6 +4,7 @@ Everything here was read in SGLang 0.5.23 and vLLM 0.33.0 (`models/glm5_next`, `
 """
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 
 from glm5_next.launchers.config import RunConfig
@@ -13,6 +14,7 @@ from glm5_next.plugins.config import Glm5NextConfig
 # MoE runners of SGLang that hand the chosen experts to the recorder; the others leave zeros in its place.
 RECORDING_RUNNERS = ("deep_gemm", "triton", "flashinfer_trtllm_routed")
 KPOOL_BACKENDS = ("tilelang", "fa3", "trtllm")  # sparse attention that knows pooled indexers
+ENGINE_PYTHON = "GLM5_NEXT_ENGINE_PYTHON"  # set in our image, where SGLang has an environment of its own
 EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
@@ -48,7 +50,8 @@ def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> 
 
 def _sglang(run: RunConfig) -> tuple[str, ...]:
     return (
-        *("python3", "-m", "sglang.launch_server", "--model-path", "{checkpoint}", "--config", "{key_config}"),
+        os.environ.get(ENGINE_PYTHON, "python3"),
+        *("-m", "sglang.launch_server", "--model-path", "{checkpoint}", "--config", "{key_config}"),
         *("--host", "{host}", "--port", "{port}", "--tp-size", str(run.rollout.engine_tp)),
         *("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
         *("--kv-cache-dtype", "bf16", "--moe-runner-backend", "deep_gemm"),

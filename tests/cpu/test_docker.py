@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from glm5_next.launchers.doctor import LOCK_VARIABLE
+from glm5_next.launchers.engines.command import ENGINE_PYTHON
+
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = json.loads((ROOT / "docker/lock.json").read_text())
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -95,6 +98,11 @@ def test_the_dockerfile_names_no_version_of_its_own():
     installs = re.findall(r"/bin/pip install (.*)", DOCKERFILE)
     assert len(installs) == 5 and all("--no-deps" in line for line in installs)
     assert all("--require-hashes" in line or "./source" in line for line in installs)
+
+
+def test_a_run_in_the_image_finds_its_lock_and_the_engines_python():
+    assert f"{LOCK_VARIABLE}=/opt/glm5-next/trainer.txt" in DOCKERFILE
+    assert f"{ENGINE_PYTHON}=/opt/glm5-next/engine/bin/python" in DOCKERFILE
 
 
 def test_what_the_dockerfile_copies_is_there_and_is_not_ignored():

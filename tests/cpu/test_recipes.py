@@ -8,6 +8,7 @@ from typer.testing import CliRunner, Result
 
 from glm5_next.launchers.cli import app
 from glm5_next.launchers.config import RunConfig, describe, load_run_config, settings
+from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.presets import PRESETS, preset
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "presets"
@@ -64,9 +65,19 @@ def test_every_recipe_is_the_one_of_the_issue(name):
     )
     assert (grpo.clip_low, grpo.clip_high, grpo.importance_sampling, grpo.kl_coef) == (0.2, 0.28, "truncated", 0.0)
     assert optimizer.offload
-    cluster = PRESETS[name].cluster
-    assert (rollout.engine, rollout.num_engines, rollout.engine_tp) == ("sglang", cluster.nodes, cluster.gpus_per_node)
+    assert rollout.engine == ("transformers" if name == "slice-1x1" else "sglang")
     assert run_of(name, "replay.routing=off").replay.routing == "off"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "slice-1x1"])
+def test_the_engine_accepts_the_flags_of_every_recipe(name, monkeypatch):
+    words = engine_command(run_of(name), PRESETS[name].released_model())
+    assert words[0] == "python3" and "--enable-return-routed-experts" in words
+    flags = "rollout.engine_flags=['--moe-runner-backend', 'flashinfer_trtllm']"
+    with pytest.raises(ValueError, match="moe-runner-backend"):
+        engine_command(run_of(name, flags), PRESETS[name].released_model())
+    monkeypatch.setenv("GLM5_NEXT_ENGINE_PYTHON", "/opt/engine/bin/python")
+    assert engine_command(run_of(name), PRESETS[name].released_model())[0] == "/opt/engine/bin/python"
 
 
 def test_a_settings_file_of_a_recipe_reads_back(tmp_path):

@@ -21,6 +21,9 @@ from glm5_next.launchers.slurm import JobPlan
 from tests.support.slurm_stubs import Stubs
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "slurm"
+# Eight ranks and a server on three nodes with four GPUs each.
+SETTINGS = ("parallel.ranks=8", "parallel.tp=1", "parallel.pp=1", "parallel.ep=8", "rollout.num_engines=1")
+SIZES = tuple(word for setting in SETTINGS for word in ("--set", setting))
 PARTS = ("run.toml", "job.json", "job.sbatch")
 
 
@@ -48,17 +51,7 @@ def slurm(*arguments: str) -> Result:
 def write(stubs: Stubs, name: str = "a", *arguments: str) -> Path:
     """The script of a job on three nodes with four GPUs each."""
     folder = stubs.folder / "jobs" / name
-    sizes = (
-        "--set",
-        "parallel.ranks=12",
-        "--set",
-        "parallel.tp=1",
-        "--set",
-        "parallel.pp=1",
-        "--set",
-        "parallel.ep=12",
-    )
-    result = slurm("--name", name, "--out", str(folder), "--start-deadline", "20", *sizes, *arguments)
+    result = slurm("--name", name, "--out", str(folder), "--start-deadline", "20", *SIZES, *arguments)
     assert result.exit_code == 0, result.output
     return folder / "job.sbatch"
 
@@ -107,17 +100,7 @@ def test_what_is_written_is_what_was_printed_and_a_script_has_no_logic(stubs: St
 
 
 def write_again(folder: Path, *arguments: str) -> Result:
-    sizes = (
-        "--set",
-        "parallel.ranks=12",
-        "--set",
-        "parallel.tp=1",
-        "--set",
-        "parallel.pp=1",
-        "--set",
-        "parallel.ep=12",
-    )
-    return slurm("--name", "a", "--out", str(folder), "--start-deadline", "20", *sizes, *arguments)
+    return slurm("--name", "a", "--out", str(folder), "--start-deadline", "20", *SIZES, *arguments)
 
 
 def test_a_container_is_started_by_its_own_command(stubs: Stubs):
@@ -132,7 +115,7 @@ def test_a_container_is_started_by_its_own_command(stubs: Stubs):
     ("arguments", "message"),
     [
         (["--name", "a/b"], "--name 'a/b'"),
-        (["--gpus-per-node", "4"], "fewer than parallel.ranks = 64"),
+        (["--gpus-per-node", "4"], "fewer than parallel.ranks = 32 and 32 GPUs of servers"),
         (["--dry-run", "--submit"], "exclude each other"),
         (["--set", "optimizer.lrr=1"], "optimizer.lr"),
     ],
