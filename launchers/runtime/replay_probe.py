@@ -48,6 +48,10 @@ def probe_replay(
         ]
     except ValueError as error:
         raise lost("engine", str(error)) from error
+    for sample in samples:
+        for stream in streams(plan):
+            if getattr(sample, stream) is None:
+                raise lost("sample", f"{sample.sample_id!r} has no {stream}, although the engine sent them")
     check_sightings(samples, cluster.train("probe_replay", planned(samples)), plan)
 
 
@@ -81,9 +85,6 @@ def check_completions(answers: Sequence[Completion | Lost], plan: ReplayPlan, nu
 def check_sightings(samples: Sequence[Sample], sightings: Sequence[Sightings], plan: ReplayPlan) -> None:
     """RuntimeError that names the hop where what a sample carries did not arrive; `sightings` are by trainer rank."""
     for sample in samples:
-        for stream in streams(plan):
-            if getattr(sample, stream) is None:
-                raise lost("sample", f"{sample.sample_id!r} has no {stream}, although the engine sent them")
         for (stream, layer), digest in digests_of(sample, plan).items():
             found = [seen[stream, layer] for rank in sightings if (stream, layer) in (seen := rank[sample.sample_id])]
             where = f"the {stream} of sample {sample.sample_id!r}, layer {layer},"

@@ -226,3 +226,23 @@ def test_a_preset_cannot_be_changed_by_its_user():
 def test_settings_need_no_torch():
     code = "import glm5_next.launchers.config, glm5_next.launchers.presets, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("replay.routing_weights=engine", "replay.routing=record"),
+            "replay.routing_weights is 'engine' but replay.routing",
+        ),
+        (
+            ("replay.indexer=engine", "rollout.engine=sglang"),
+            "replay.indexer is 'engine' but rollout.engine is 'sglang'",
+        ),
+        (("replay.routing_weights=engine", "rollout.engine=vllm"), "which hands over experts only"),
+        (("replay.indexer=both",), "replay.indexer is 'both'"),
+    ],
+)
+def test_replay_that_nothing_could_feed_is_refused(overrides, message):
+    assert message in refusal(*overrides)
+    assert load("replay.routing=engine", "replay.indexer=record", "rollout.engine=sglang").replay.indexer == "record"

@@ -419,3 +419,15 @@ def test_what_engines_lose_is_counted_and_enough_of_a_group_is_trained_on(tmp_pa
         assert {line.get("reason") for line in lines} == {None, "engine died", "request deadline"}
     assert enough.state.samples_trained > 0 and "short group" not in enough.state.dropped_by_reason
     assert short.state.samples_trained == 0 and short.state.dropped_by_reason["short group"] > 0
+
+
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_a_run_that_replays_its_own_choices_records_every_update_before_the_first(tmp_path, mini_batches):
+    settings = ("train.steps=1", "grpo.drop_zero_spread=false", f"grpo.mini_batches={mini_batches}")
+    loop = Loop(tmp_path, "replay.routing=record", *settings).go()
+    events = [event for event in loop.cluster.events if event[0] in ("score", "train")]
+    recording = [("score", ("record", True))] * mini_batches
+    assert events[1 : 1 + 2 * mini_batches] == recording + [("train",)] * mini_batches
+    assert all(batch.old_logprobs is not None for batch in loop.cluster.batches)
+    without = Loop(tmp_path / "off", *settings).go()
+    assert ("score", ("record", True)) not in without.cluster.events

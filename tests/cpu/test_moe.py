@@ -157,6 +157,25 @@ def test_gradient_of_replayed_weights_is_the_finite_difference():
     assert abs(numeric) > 1e-3
 
 
+def test_weights_of_the_engine_are_used_as_they_are_and_pass_the_gradient_of_the_models_own():
+    router, x, mix = router_of(), hidden(7), torch.randn(7, CONFIG.num_experts)
+    experts = other_experts(router, x)
+    given = torch.rand(7, 1, TOPK) + 0.1
+    router.replay = RouteReplay(experts, (LAYER,))
+    own = router(x)[0]
+    (expected,) = torch.autograd.grad((own * mix).sum(), router.weight)
+    experts[5] = -1  # chooses and weighs for itself
+    router.replay = RouteReplay(experts, (LAYER,), given)
+    probs, chosen = router(x)
+    assert torch.equal(probs.gather(1, experts[:5, 0].long()), given[:5, 0])
+    assert ((probs != 0) == chosen).all() and (probs[:5] - own[:5]).abs().max() > 0.1
+    router.replay = None
+    assert torch.equal(probs[5], router(x)[0][5])
+    router.replay = RouteReplay(other_experts(router, x), (LAYER,), given)
+    (gradient,) = torch.autograd.grad((router(x)[0] * mix).sum(), router.weight)
+    assert relative_error(gradient, expected) < 1e-6 and expected.norm() > 1e-3
+
+
 def test_agreement_with_the_live_choice_is_counted_over_recorded_slots():
     router, x = router_of(), hidden()
     live = router(x)[1].nonzero()[:, 1].view(LENGTH, 1, TOPK)
