@@ -115,7 +115,7 @@ def _line(cells: tuple[str, ...]) -> str:
 def _draw(study: Study) -> Figure:
     """Mean KL by context length, one curve per mode and one panel per precision."""
     figure = Figure(figsize=(5 * len(study.sides), 4), layout="constrained")
-    for axes, side in zip(figure.subplots(1, len(study.sides), squeeze=False)[0], study.sides):
+    for axes, side in zip(figure.subplots(1, len(study.sides), squeeze=False, sharey=True)[0], study.sides):
         for name, mode in side.modes.items():
             buckets = [bucket for bucket in mode.kl if bucket != ALL]
             axes.plot(buckets, [max(mode.kl[bucket].mean, 1e-16) for bucket in buckets], ".-", label=name)

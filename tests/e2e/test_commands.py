@@ -48,6 +48,7 @@ def test_dry_run_shows_what_every_rank_holds(dry_run: str):
         ["0-1", "0: 0-4", "4 of 8"],
     ]
     assert "random answers earn 0.125" in dry_run
+    assert "replay payload: at most" in dry_run and "per step of 128 samples" in dry_run
 
 
 def settings_part(output: str) -> str:
