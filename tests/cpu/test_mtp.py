@@ -54,7 +54,7 @@ def our_gradients(model: torch.nn.Module, ids: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     logits, _ = our_logits(model, ids)
     F.cross_entropy(logits[:-1], ids[0, 1:], reduction="sum").backward()
-    gradients = hf_gradients(model, CASE)
+    gradients = hf_gradients(model, CASE.config())
     model.zero_grad(set_to_none=True)
     return gradients
 

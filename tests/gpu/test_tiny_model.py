@@ -70,7 +70,7 @@ def our_run(case: Case, reference: torch.nn.Module, ids: Tensor, **overrides) ->
     tiny.copy_weights([chunk], case.config(), disk_views(reference))
     logits = our_outputs(chunk, ids, (ids.shape[1],), logits_processor)[0]
     next_token_loss(logits, ids).backward()
-    return logits.detach(), hf_gradients(chunk, case), config.kernels.chosen
+    return logits.detach(), hf_gradients(chunk, case.config()), config.kernels.chosen
 
 
 def mean_kl(logits: Tensor, wanted: Tensor) -> float:
