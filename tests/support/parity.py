@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -46,9 +47,15 @@ class Run:
     route_gap: float = float("nan")
 
 
-@cache
 def models(case: Case) -> tuple[Any, torch.nn.Module]:
     """transformers' model and ours with the same weights; shared by all tests of the process, so never written to."""
+    tiny.start_single_process()
+    return _models(case, id(parallel_state.get_tensor_model_parallel_group()))
+
+
+@cache
+def _models(case: Case, group: int) -> tuple[Any, torch.nn.Module]:
+    """Ours lives as long as the process group it was built for, which other tests end."""
     reference = tiny.reference_model(case)
     return reference, tiny.our_model(case, reference)
 
