@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
-# Everything that is checked: lint, types and all tests that need no GPU. The same set-up as quickstart.sh.
+# Lint, types and the tests that need no GPU. The same set-up as quickstart.sh. With --all also the tests marked as long:
+# more layouts of a kind that is tested anyway.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+
+selected=(-m "not long")
+if [ "${1:-}" = --all ]; then
+    selected=()
+fi
 
 echo "== lint and types"
 ruff check .
@@ -13,15 +19,15 @@ mypy
 
 echo "== one process"
 failed=
-pytest --quiet --numprocesses=2 --dist=loadfile tests/cpu || failed="$failed tests/cpu"
+pytest --quiet "${selected[@]}" --numprocesses=2 --dist=loadfile tests/cpu || failed="$failed tests/cpu"
 
 # Side by side: each spends much of its time on processes that start or wait for each other.
 log=$(mktemp)
-pytest --quiet tests/distributed >"$log" 2>&1 &
+pytest --quiet "${selected[@]}" tests/distributed >"$log" 2>&1 &
 distributed=$!
 trap 'kill "$distributed" 2>/dev/null || true; rm -f "$log"' EXIT
 echo "== end to end (Ray, command line)"
-pytest --quiet tests/e2e || failed="$failed tests/e2e"
+pytest --quiet "${selected[@]}" tests/e2e || failed="$failed tests/e2e"
 echo "== several processes (gloo)"
 wait "$distributed" || failed="$failed tests/distributed"
 cat "$log"

@@ -70,7 +70,11 @@ def load_each(trainer: Trainer, update: Any, folders: dict[str, Path]) -> Loaded
     return found
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain_optimizer", "distributed_optimizer"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, marks=pytest.mark.long), True],
+    ids=["plain_optimizer", "distributed_optimizer"],
+)
 def saved(request, source, tmp_path_factory) -> tuple[bool, dict[str, Path], dict[str, Saved]]:
     root = tmp_path_factory.mktemp("checkpoints")
     folders = {layout: root / layout / "checkpoints" / "step-000002" for layout in LAYOUTS}

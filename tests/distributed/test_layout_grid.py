@@ -49,11 +49,18 @@ LAYOUTS = {
     "tp2_pp2_ep2": {"ranks": 4, "tp": 2, "pp": 2, "ep": 2},
     "tp2_pp2_vpp2": {"ranks": 4, "tp": 2, "pp": 2, "vpp": 2},
 }
-CASES = [
-    *((5, name) for name in LAYOUTS),
-    *((9, name) for name in ("tp2", "pp4", "pp4_vpp2", "pp2_ep2")),
-]
+# Of every kind one, and the products that contain the others; `bash scripts/test.sh --all` runs the rest as well.
+ALWAYS = {
+    *((5, name) for name in ("tp4", "tp2_etp2", "ep2_etp2", "ep4", "pp4", "pp2_vpp2", "dp2_distributed")),
+    *((5, name) for name in ("tp2_pp2_ep2", "tp2_pp2_vpp2", "tp2_dp2_ep2_distributed", "pp2_dp2_distributed")),
+    *((9, name) for name in ("tp2", "pp4_vpp2", "pp2_ep2")),
+}
 LAYOUTS["pp4_vpp2"] = {"pp": 4, "vpp": 2}  # eight stages: the larger model only
+EVERY = [
+    *((5, name) for name in LAYOUTS if name != "pp4_vpp2"),
+    *((9, name) for name in ("tp2", "pp2", "pp4", "pp4_vpp2", "pp2_vpp2", "pp2_ep2", "tp2_pp2_ep2")),
+]
+CASES = [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.long) for case in EVERY]
 DEADLINE = 200  # seconds; a layout takes a few, unless the machine is busy
 Losses = dict[tuple[str, ...], float]  # by the samples of a micro-batch
 

@@ -19,7 +19,11 @@ from tests.support.training import on_trainers, settings
 
 LAYOUTS: dict[str, dict[str, int]] = {"TP2 PP2": {"ranks": 4, "tp": 2, "pp": 2}, "EP2": {"ranks": 2, "ep": 2}}
 # The folder is written by the same export, whatever the layout.
-CASES = [("TP2 PP2", "distributed"), ("EP2", "distributed"), ("TP2 PP2", "disk")]
+CASES = [
+    ("TP2 PP2", "distributed"),
+    pytest.param("EP2", "distributed", marks=pytest.mark.long),
+    pytest.param("TP2 PP2", "disk", marks=pytest.mark.long),
+]
 
 
 @pytest.fixture(scope="module")

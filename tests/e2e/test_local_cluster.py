@@ -4,7 +4,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.long
 def test_two_steps_in_one_process(tmp_path):
     settings = [
         "model.precision=fp32",
