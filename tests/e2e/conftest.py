@@ -1,7 +1,6 @@
 """Where the end-to-end tests run their commands, and the runs that several of them look at."""
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +13,9 @@ from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.runtime.checkpoint_folder import last_checkpoint
 from tests.support.cli_run import CliRun, records, running
 
-SECONDS_TO_FINISH = 300.0  # a whole run of a few steps, on a busy machine
-SECONDS_TO_STOP = 60.0  # from Ctrl-C to the exit: the rest of a step, a checkpoint, plots
-SECONDS_TO_FAIL = 30.0  # from what makes a run fail to its exit
+SECONDS_TO_FINISH = 600.0  # a whole run of a few steps, on a busy machine
+SECONDS_TO_STOP = 240.0  # from Ctrl-C to the exit: the rest of a step, a checkpoint, plots
+SECONDS_TO_FAIL = 180.0  # from what makes a run fail to its exit; a busy machine takes its time
 SIX_STEPS = (
     "data.heldout=heldout.jsonl",
     "train.steps=6",
@@ -91,7 +90,6 @@ class Ended:
     run_dir: Path
     code: int
     output: str
-    seconds: float
     records: list[dict[str, Any]]
     checkpoint: Path | None  # the last whole one
 
@@ -112,11 +110,9 @@ def wait_for_rollout(run: CliRun, run_dir: Path, step: int) -> None:
 
 def end_of(run: CliRun, run_dir: Path, deadline: float = SECONDS_TO_FAIL) -> Ended:
     """Waits for the exit and for all processes to be gone; fails if either takes too long."""
-    start = time.monotonic()
     code = run.wait(deadline)
-    seconds = time.monotonic() - start
     run.wait_until_gone()
-    return Ended(run_dir, code, run.output, seconds, records(run_dir), last_checkpoint(run_dir))
+    return Ended(run_dir, code, run.output, records(run_dir), last_checkpoint(run_dir))
 
 
 @pytest.fixture(scope="session")

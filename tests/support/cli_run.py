@@ -70,7 +70,7 @@ class CliRun:
         """Everything alive that belongs to the run: by session, and by environment where it left the session."""
         return [process for process in psutil.process_iter() if self._owns(process)]
 
-    def wait_until_gone(self, deadline: float = 20.0) -> None:
+    def wait_until_gone(self, deadline: float = 60.0) -> None:
         """Fails, naming them, if processes of the run are alive after the deadline."""
         limit = time.monotonic() + deadline
         while left := self.processes():

@@ -167,14 +167,14 @@ class Job:
         """To the step, as --signal without B: and preemption do it."""
         self.process.send_signal(number)
 
-    def wait_for(self, program: str, count: int = 1, deadline: float = 60.0) -> None:
+    def wait_for(self, program: str, count: int = 1, deadline: float = 180.0) -> None:
         limit = time.monotonic() + deadline
         while len(self.stubs.calls(program, self.number)) < count:
             assert self.process.poll() is None, f"ended before {program}: {self.text()}"
             assert time.monotonic() < limit, f"no {program} in time: {self.text()}"
             time.sleep(0.05)
 
-    def end(self, deadline: float = 90.0) -> int:
+    def end(self, deadline: float = 240.0) -> int:
         """The exit status; kills what is left if there is none in time."""
         try:
             return self.process.wait(deadline)
