@@ -4,6 +4,8 @@ import fcntl
 import os
 import shutil
 import signal
+import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -170,8 +173,13 @@ def _only_here(run_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def _stop_on_signal(console: Console) -> Iterator[StopRequest]:
-    """The first Ctrl-C (or SIGTERM) lets a step in progress end and be saved; without one, and the next time, it stops."""
+    """The first Ctrl-C (or SIGTERM) lets a step in progress end and be saved; without one, and the next time, it stops.
+
+    Python drops an exception that is raised where none can be handled, as between a fork and its process, of which a
+    start has many; the signal is then sent again.
+    """
     stop = StopRequest()
+    ignored = sys.unraisablehook
 
     def on_signal(number: int, frame: object) -> None:
         if stop.requested or not stop.waits:
@@ -179,10 +187,18 @@ def _stop_on_signal(console: Console) -> Iterator[StopRequest]:
         stop.requested = True
         console.print("stopping after this step, with a checkpoint; once more to stop at once")
 
+    def on_ignored(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            ignored(unraisable)
+
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    sys.unraisablehook = on_ignored
     try:
         yield stop
     finally:
+        sys.unraisablehook = ignored
         for number, handler in before.items():
             signal.signal(number, handler)
 

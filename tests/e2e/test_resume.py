@@ -62,11 +62,12 @@ def interrupted(workplace: Workplace) -> Interrupted:
         killed_rank = end_of(run, run_dir)
     with workplace.resume(name) as run:
         wait_for_steps(run, run_dir, 4)
-        engine = run.process_of("engine 0")
-        engine.suspend()
+        rank = run.process_of("trainer rank 1")
+        rank.suspend()
+        wait_for_rollout(run, run_dir, 4)  # step 5 is in progress
         run.interrupt(signal.SIGINT)
         run.wait_until(lambda: "stopping after this step" in run.output, "word of the stop")
-        engine.resume()
+        rank.resume()
         stopped = end_of(run, run_dir, SECONDS_TO_STOP)
         assert last_checkpoint(run_dir) == run_dir / "checkpoints/step-000005"
     with workplace.resume(name) as run:
