@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Lint, types and the tests that need no GPU. The same set-up as quickstart.sh. With --all also the tests marked as long:
-# more layouts of a kind that is tested anyway.
+# more layouts of a kind that is tested anyway, and a run with rollout servers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/env.sh

@@ -35,6 +35,9 @@ class Watched:
     listening: list[str]
 
 
+pytestmark = pytest.mark.long
+
+
 @pytest.fixture(scope="module")
 def watched(workplace: Workplace) -> Watched:
     """Engine 0 is held still in step 2, so that requests wait for it, and then killed."""

@@ -105,6 +105,7 @@ def test_kl_to_the_start_is_zero_at_first_and_grows_with_the_policys_way(pipelin
     assert second["reference_kl"] > 1e-6
 
 
+@pytest.mark.long
 def test_mini_batches_without_replay_and_weights_take_finite_steps(other_objective: Ended, data_parallel: Ended):
     resumed = other_objective.records[len(data_parallel.records) :]
     assert len(resumed) >= 2
@@ -124,6 +125,7 @@ def test_gradients_that_are_not_finite_end_the_run_with_one_message(tensor_paral
     expect_failure(tensor_parallel, "failed in train: gradients are not finite")
 
 
+@pytest.mark.long
 def test_a_reward_that_raises_is_named_with_its_prompt(other_objective: Ended):
     expect_failure(other_objective, "reward 'grader:spread' on prompt 'prompts:")
     assert "RuntimeError: the grader is out of order" in other_objective.error
