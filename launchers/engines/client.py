@@ -3,18 +3,28 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from glm5_next.launchers.engines.wire import EngineError, Refused
+from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire
 from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.plugins.config import Glm5NextConfig
 
 CONTROL_DEADLINE = 60.0  # seconds for a call that moves no weights and samples nothing
 WEIGHTS_DEADLINE = 600.0  # seconds for a call that goes over all weights of a large model once
 FLUSH_DEADLINE = 60.0  # seconds in which a cache has to become free
 FLUSH_PAUSE = 0.1
 OFF_LIMITS = "visual"  # part of the names of tensors that are never trained and never sent
+# Every value that reshapes the distribution is named: a server takes its defaults from the checkpoint.
+PLAIN_SAMPLING = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 @dataclass(frozen=True)
@@ -105,6 +115,24 @@ class EngineClient(Protocol):
     async def close(self) -> None: ...
 
 
+class HttpClient:
+    """What is the same in every protocol over HTTP."""
+
+    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], routes: bool):
+        self.name, self.model, self.stop_tokens, self.routes = address.name, model, list(stop_tokens), routes
+        self.wire = Wire(address)
+
+    async def healthy(self) -> bool:
+        try:
+            await self.wire.get("/health", deadline=CONTROL_DEADLINE)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        await self.wire.close()
+
+
 async def until_accepted(attempt: Callable[[], Awaitable[object]], deadline: float = FLUSH_DEADLINE) -> None:
     """Repeats a call that an engine refuses while it is busy; raises the last refusal after the deadline."""
     loop = asyncio.get_running_loop()
@@ -125,3 +153,14 @@ def check_tokens(tokens: Sequence[int], chosen: Sequence[int], logprobs: np.ndar
         raise EngineError(f"{where}: log-probabilities of other tokens than those of the answer")
     if not tokens or not np.isfinite(logprobs).all() or (logprobs > 1e-6).any():
         raise EngineError(f"{where}: no tokens, or log-probabilities that cannot be")
+
+
+def version_of(version: Any, spans: Any, where: str) -> int:
+    """The one version of the weights that sampled an answer; raises EngineError if there were several or none is known."""
+    if spans and len({span["version"] for span in spans}) > 1:
+        raise EngineError(f"{where}: sampled by several versions of the weights, {spans}")
+    if spans:
+        version = spans[0]["version"]
+    if not isinstance(version, str) or not version.isdecimal():
+        raise Malformed(f"{where}: weights version {version!r} is none of this run's")
+    return int(version)

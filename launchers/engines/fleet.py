@@ -36,7 +36,7 @@ class Member:
 
 
 class Fleet:
-    """See `RolloutEngines`. All methods run in one event loop."""
+    """The servers of a run: who gets which request, and who is left out. All methods run in one event loop."""
 
     def __init__(self, clients: Iterable[EngineClient], settings: RolloutSection):
         self.members = {client.name: Member(client) for client in clients}

@@ -8,49 +8,30 @@ import numpy as np
 from glm5_next.launchers.engines.client import (
     CONTROL_DEADLINE,
     OFF_LIMITS,
+    PLAIN_SAMPLING,
     WEIGHTS_DEADLINE,
+    HttpClient,
     Meeting,
     Request,
     TensorList,
     check_tokens,
     until_accepted,
+    version_of,
 )
 from glm5_next.launchers.engines.payload import routes_from_int32
-from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire, field_of
+from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.types import Void
-from glm5_next.plugins.config import Glm5NextConfig
 
-# Every value that reshapes the distribution is named: a server takes its defaults from the checkpoint.
-PLAIN_SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "skip_special_tokens": False,
-}
+SAMPLING = PLAIN_SAMPLING | {"top_k": -1, "skip_special_tokens": False}
 SELECTED = {"selector": "target"}  # not the draft model, which nothing trains
 
 
-class SGLangClient:
+class SGLangClient(HttpClient):
     """See `EngineClient`."""
 
-    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], routes: bool):
-        self.name, self.model, self.stop_tokens, self.routes = address.name, model, list(stop_tokens), routes
-        self.wire = Wire(address)
-
-    async def healthy(self) -> bool:
-        try:
-            await self.wire.get("/health", deadline=CONTROL_DEADLINE)
-        except EngineError:
-            return False
-        return True
-
     async def generate(self, request: Request, deadline: float) -> Completion:
-        sampling = PLAIN_SAMPLING | {
+        sampling = SAMPLING | {
             "max_new_tokens": request.max_new_tokens,
             "stop_token_ids": self.stop_tokens,
             "sampling_seed": request.seed,
@@ -68,7 +49,7 @@ class SGLangClient:
     async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
         body = {
             "input_ids": list(tokens),
-            "sampling_params": PLAIN_SAMPLING | {"max_new_tokens": 0},
+            "sampling_params": SAMPLING | {"max_new_tokens": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
@@ -80,7 +61,7 @@ class SGLangClient:
         return logprobs
 
     async def cached_tokens(self, tokens: Sequence[int], deadline: float) -> int:
-        body = {"input_ids": list(tokens), "sampling_params": PLAIN_SAMPLING | {"max_new_tokens": 1}}
+        body = {"input_ids": list(tokens), "sampling_params": SAMPLING | {"max_new_tokens": 1}}
         answer = await self.wire.post("/generate", body, deadline=deadline)
         where = f"{self.name}: /generate (cached tokens)"
         return field_of(field_of(answer, "meta_info", Mapping, where), "cached_tokens", int, where)
@@ -161,9 +142,6 @@ class SGLangClient:
     async def forget(self) -> None:
         await self._acknowledged("/weights_checker", self._check("reset_tensors"), WEIGHTS_DEADLINE)
 
-    async def close(self) -> None:
-        await self.wire.close()
-
     async def _flush(self) -> None:
         """Confirmed: the server refuses with 400 while a request holds pages."""
         await until_accepted(lambda: self.wire.post("/flush_cache", deadline=CONTROL_DEADLINE))
@@ -199,17 +177,6 @@ class SGLangClient:
             finish_reason="stop" if finish == "stop" else "length",
             weights_version=version_of(meta.get("weight_version"), meta.get("weight_versions"), where),
         )
-
-
-def version_of(version: Any, spans: Any, where: str) -> int:
-    """The one version of the weights that sampled an answer; raises EngineError if there were several or none is known."""
-    if spans and len({span["version"] for span in spans}) > 1:
-        raise EngineError(f"{where}: sampled by several versions of the weights, {spans}")
-    if spans:
-        version = spans[0]["version"]
-    if not isinstance(version, str) or not version.isdecimal():
-        raise Malformed(f"{where}: weights version {version!r} is none of this run's")
-    return int(version)
 
 
 def _pairs(entries: list[Any], where: str) -> tuple[list[int], np.ndarray]:

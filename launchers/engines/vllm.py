@@ -9,46 +9,26 @@ import numpy as np
 from glm5_next.launchers.engines.client import (
     CONTROL_DEADLINE,
     OFF_LIMITS,
+    PLAIN_SAMPLING,
     WEIGHTS_DEADLINE,
+    HttpClient,
     Meeting,
     Request,
     TensorList,
     check_tokens,
     until_accepted,
+    version_of,
 )
 from glm5_next.launchers.engines.payload import routes_from_npy
-from glm5_next.launchers.engines.sglang import version_of
-from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire, field_of
+from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
-from glm5_next.plugins.config import Glm5NextConfig
 
-# Every value that reshapes the distribution is named: a server takes its defaults from the checkpoint.
-PLAIN_SAMPLING = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "detokenize": False,
-}
+SAMPLING = PLAIN_SAMPLING | {"top_k": 0, "detokenize": False}
 ONE_MESSAGE = 2**40  # bytes; above every bucket, so that each is one broadcast
 
 
-class VllmClient:
+class VllmClient(HttpClient):
     """See `EngineClient`."""
-
-    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], routes: bool):
-        self.name, self.model, self.stop_tokens, self.routes = address.name, model, list(stop_tokens), routes
-        self.wire = Wire(address)
-
-    async def healthy(self) -> bool:
-        try:
-            await self.wire.get("/health", deadline=CONTROL_DEADLINE)
-        except EngineError:
-            return False
-        return True
 
     async def generate(self, request: Request, deadline: float) -> Completion:
         sampling = {
@@ -135,9 +115,6 @@ class VllmClient:
     async def forget(self) -> None:
         await self.wire.post("/weight_checker", {"action": "reset"}, deadline=WEIGHTS_DEADLINE)
 
-    async def close(self) -> None:
-        await self.wire.close()
-
     async def _flush(self) -> None:
         """Confirmed: the server says so if blocks are still held."""
 
@@ -149,7 +126,7 @@ class VllmClient:
         await until_accepted(attempt)
 
     async def _ask(self, tokens: Sequence[int], sampling: dict[str, Any], deadline: float, **fields: Any) -> Any:
-        body = {"token_ids": list(tokens), "sampling_params": PLAIN_SAMPLING | sampling, **fields}
+        body = {"token_ids": list(tokens), "sampling_params": SAMPLING | sampling, **fields}
         return await self.wire.post("/inference/v1/generate", body, deadline=deadline)
 
     def _completion(self, choice: Any, prompt_length: int, where: str) -> Completion:

@@ -5,10 +5,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from glm5_next.launchers.engines.tiny_host import ModelHost
 from glm5_next.launchers.engines.tiny_server import Server
 from glm5_next.launchers.engines.wire import Address
 
@@ -115,7 +113,3 @@ def only(count: int, fault: Fault) -> Fault:
         return fault(body, go_on) if next(calls) == count else go_on(body)
 
     return sometimes
-
-
-def tiny_host(checkpoint: Path, precision: str = "fp32") -> ModelHost:
-    return ModelHost(checkpoint, precision=precision, batch_size=64)
