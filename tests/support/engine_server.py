@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from glm5_next.launchers.engines.tiny_host import ModelHost
 from glm5_next.launchers.engines.tiny_server import Server
 from glm5_next.launchers.engines.wire import Address
 
