@@ -160,21 +160,19 @@ def check_gpu() -> Iterator[Finding]:
     from glm5_next.launchers.gpu_check import check_backends as compute
 
     try:
-        checks = compute(lambda check: None)
+        for check in compute():
+            name = f"{check.operator} by {check.backend}"
+            if check.skipped is not None:
+                yield Finding("gpu", name, f"skipped: {check.skipped}")
+            elif check.failure is not None:
+                yield Finding("gpu", name, "failed", check.failure)
+            else:
+                value = f"{check.result}: error {check.error:.1e}, bound {check.bound:.1e}, {check.seconds:.0f} s"
+                yield Finding(
+                    "gpu", name, value, None if check.ok else "further from the reference than its precision explains"
+                )
     except ValueError as error:
         yield Finding("gpu", "self-check", "not done", str(error))
-        return
-    for check in checks:
-        name = f"{check.operator} by {check.backend}"
-        if check.skipped is not None:
-            yield Finding("gpu", name, f"skipped: {check.skipped}")
-        elif check.failure is not None:
-            yield Finding("gpu", name, "failed", check.failure)
-        else:
-            value = f"{check.result}: error {check.error:.1e}, bound {check.bound:.1e}"
-            yield Finding(
-                "gpu", name, value, None if check.ok else "further from the reference than its precision explains"
-            )
 
 
 def check_network(wanted: str | None) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """What `doctor` prints."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,8 +22,9 @@ def examine(*, lock: Path | None, interface: str | None, folder: Path, gpu: bool
         *doctor.check_backends(),
         *doctor.check_network(interface),
         *doctor.check_room(folder),
-        *(doctor.check_gpu() if gpu else ()),
     ]
+    if gpu:
+        findings += _watched_gpu_check()
     problems = [item for item in findings if item.problem]
     if as_json:
         listed = [asdict(item) for item in findings]
@@ -30,6 +32,14 @@ def examine(*, lock: Path | None, interface: str | None, folder: Path, gpu: bool
     else:
         _print(findings, problems)
     return not problems
+
+
+def _watched_gpu_check() -> Iterator[Finding]:
+    """Says how far it is: the first use of a kernel on a machine compiles and tunes it."""
+    with Console(stderr=True).status("computing every backend; kernels new to this machine take minutes") as status:
+        for finding in doctor.check_gpu():
+            status.update(f"{finding.name}: {finding.problem or finding.value}")
+            yield finding
 
 
 def _print(findings: list[Finding], problems: list[Finding]) -> None:

@@ -1,7 +1,7 @@
 """The self-check of the GPU backends: each against the naive operator in fp32, at the released model's sizes."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -47,23 +47,19 @@ def released_place() -> Place:
     return Place(model, torch.bfloat16, "cuda", torch.cuda.get_device_capability())
 
 
-def check_backends(report: Callable[[Check], None], *, lengths: tuple[int, ...] = LENGTHS) -> list[Check]:
-    """Checks every backend of every operator, about a minute in all (the first run also compiles kernels).
+def check_backends() -> Iterator[Check]:
+    """Checks every backend of every operator, about a minute in all (the first run also compiles and tunes kernels).
 
-    `report` is called after each, for progress. A backend that fails does not end the check. Raises ValueError without
-    a GPU.
+    A backend that fails does not end the check. Raises ValueError without a GPU.
     """
-    place, checks = released_place(), []
-    row = row_of(lengths, torch.device("cuda"))
+    place, row = released_place(), row_of(LENGTHS, torch.device("cuda"))
     for operator, backends in OPERATORS.items():
         case = problem(operator, place, row)
         wanted = reference(case)
         for backend in backends:
-            checks.append(_check(backend, place, case, wanted))
-            report(checks[-1])
+            yield _check(backend, place, case, wanted)
         del case, wanted
         torch.cuda.empty_cache()
-    return checks
 
 
 def _check(backend: Backend, place: Place, case: Problem, wanted: Mapping[str, Tensor]) -> Check:

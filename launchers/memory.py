@@ -36,19 +36,21 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes of one rank at the peak of a step. `host` is what offloading moves to the host."""
+    """Bytes of one rank at the peak of a step. `transient` is what lives for a moment beside the activations: the logits
+    with their gradient, or later the weight gradients of one module before they are added to `gradients`, whichever is
+    more. `host` is what offloading moves to the host."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    logits: float
+    transient: float
     allowance: float = ALLOWANCE
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.allowance
+        return self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.allowance
 
 
 def rank_memories(config: Glm5NextConfig, topology: Topology, workload: Workload) -> list[RankMemory]:
@@ -63,13 +65,15 @@ def _rank_memory(
     config: Glm5NextConfig, topology: Topology, workload: Workload, position: int, stage: StageSize
 ) -> RankMemory:
     optimizer = _optimizer_bytes(topology, workload, stage)
-    last = position == topology.pp - 1
     return RankMemory(
         weights=workload.width * stage.parameters + (FP32 - workload.width) * stage.fp32,
         gradients=FP32 * (stage.parameters - stage.frozen),
         optimizer=0.0 if workload.offload else optimizer,
         activations=_activation_bytes(config, topology, workload, position, stage),
-        logits=_logit_bytes(config, topology, workload) if last else 0.0,
+        transient=max(
+            _weight_gradient_bytes(config, topology, workload, stage),
+            _logit_bytes(config, topology, workload) if position == topology.pp - 1 else 0.0,
+        ),
         host=optimizer if workload.offload else 0.0,
     )
 
@@ -162,7 +166,19 @@ def _moe_elements(config: Glm5NextConfig) -> int:
     return routed + 3 * sizes(config)["sM"]
 
 
+def _weight_gradient_bytes(config: Glm5NextConfig, topology: Topology, workload: Workload, stage: StageSize) -> float:
+    """Of the largest module of a stage. Grouped experts return the gradients of all their weights at once."""
+    elements = 0.0
+    for layer in stage.layers:
+        if config.mlp_kinds[layer] == "dense":
+            elements = max(elements, 2 * config.hidden_size * config.ffn_hidden_size / topology.tp)
+        else:
+            one = 2 * config.hidden_size * config.moe_ffn_hidden_size / topology.etp
+            elements = max(elements, -(-config.num_experts // topology.ep) * one)
+    return elements * workload.width
+
+
 def _logit_bytes(config: Glm5NextConfig, topology: Topology, workload: Workload) -> float:
-    """Logits, their gradient, and one fp32 copy while the softmax is taken."""
+    """Logits and their gradient; the kernel of the log-probabilities makes no copy of them in fp32."""
     columns = -(-config.vocab_size // topology.tp)
-    return workload.tokens * columns * (2 * workload.width + FP32)
+    return 2 * workload.tokens * columns * workload.width

@@ -100,7 +100,7 @@ def what_it_lacks(chosen: Candidate) -> str | None:
     if chosen.fits:
         return None
     memory, missing = chosen.memory, -chosen.headroom / GIB
-    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "logits")}
+    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "transient")}
     largest = max(parts, key=lambda name: parts[name])
     helps = (
         " (--offload would move it to the host)" if largest == "optimizer" and missing <= parts[largest] / GIB else ""

@@ -17,7 +17,7 @@ PARTS = {
     "gradients": "grads",
     "optimizer": "optim",
     "activations": "activ",
-    "logits": "logits",
+    "transient": "transient",
 }
 DEFAULT_TOKENS = 32768
 
@@ -107,7 +107,8 @@ def _print_candidates(candidates: list[Candidate], cluster: Cluster, work: Workl
             f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_memory_gb:g} GB, rows of {work.tokens} "
             f"tokens, recompute {work.recompute}; GiB on the fullest rank"
         ),
-        caption="activations, logits and total are estimates; total includes 4 GiB for CUDA, NCCL and workspaces",
+        caption="activations, transient (logits, or one module's weight gradients) and total are estimates; total includes 4 GiB "
+        "for CUDA, NCCL and workspaces",
     )
     for item in candidates:
         topology, memory = item.topology, item.memory

@@ -20,6 +20,12 @@ TINY: dict[str, Any] = {
     "train": {"steps": 40, "tokens_per_micro_batch": 2048, "checkpoint_every": 10, "eval_every": 10},
 }
 
+# The same in bf16 on one GPU, which the trainer shares with the embedded engine.
+TINY_GPU: dict[str, Any] = TINY | {
+    "model": TINY["model"] | {"precision": "bf16"},
+    "parallel": {"ranks": 1, "distributed_optimizer": True},
+}
+
 # The same with servers: rollouts and weights over HTTP, as on a cluster.
 TINY_HTTP: dict[str, Any] = TINY | {
     "rollout": TINY["rollout"]
@@ -114,13 +120,14 @@ def _preset(cluster: Cluster, tp: int, pp: int, ep: int) -> Preset:
 
 PRESETS = {
     "tiny": Preset(TINY),
+    "tiny-gpu": Preset(TINY_GPU),
     "tiny-http": Preset(TINY_HTTP),
     "16x4": _preset(Cluster(16, 4, 276), tp=4, pp=2, ep=16),
     "8x4": _preset(Cluster(8, 4, 276), tp=4, pp=2, ep=8),
     "8x8": _preset(Cluster(8, 8, 141), tp=8, pp=2, ep=16),
     "16x8": _preset(Cluster(16, 8, 141), tp=8, pp=4, ep=16),
     "slice-1x8": _slice(Cluster(1, 8, 141), 4, {"num_engines": 1, "engine_tp": 4}),
-    # One card has no room for a server beside the trainer: the embedded engine samples.
+    # One card has no room for a server beside the trainer: the embedded engine samples, on the same card.
     "slice-1x1": _slice(Cluster(1, 1, 141), 1, {"engine": "transformers", "num_engines": 1, "engine_tp": 1}),
 }
 

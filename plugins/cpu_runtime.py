@@ -2,13 +2,14 @@
 
 `install()` is called explicitly, once per process, before a model is built; a run that uses a GPU never calls it.
 Everything that is replaced is in `REPLACEMENTS`, by name, with the reason; `tests/cpu/test_cpu_runtime.py` compares
-that list with what really changed. The maths is untouched: only devices, streams, type names and, where gloo refuses
+that list with what really changed. Packages for GPUs (`HIDDEN`) look absent afterwards. The maths is untouched: only devices, streams, type names and, where gloo refuses
 tensors of unequal size, the way two collectives are carried out.
 """
 
 import contextlib
 import functools
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -135,6 +136,7 @@ def _uneven_reduce_scatter(original: Callable) -> Callable:
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NO_RNG = torch.zeros(0, dtype=torch.uint8)
 REPLACEMENTS = (
+    Replacement("torch.cuda:is_available", _constant(False), "a GPU may be there and belong to another process"),
     Replacement("torch.cuda:current_device", _constant(CPU), "parameters and buffers are created on it"),
     Replacement("torch.cuda:synchronize", _constant(None), "called by schedules and checkpoints"),
     Replacement("torch.cuda:Stream", lambda original: _NoStream, "created by the MoE dispatcher and DDP"),
@@ -170,6 +172,9 @@ REPLACEMENTS = (
     ),
 )
 
+# What Megatron uses wherever it can be imported, and what then computes on GPUs only (or takes 15 s to import).
+HIDDEN = ("apex", "causal_conv1d", "fla", "flash_attn", "flash_mla", "mamba_ssm", "transformer_engine")
+
 _installed: dict[str, Any] = {}
 
 
@@ -178,14 +183,19 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Makes Megatron-Core run on the CPU in this process. Safe to call twice; there is no way back.
+    """Makes Megatron-Core run on the CPU in this process, also where packages for GPUs are installed. Safe to call
+    twice; there is no way back.
 
-    Raises RuntimeError if this process already uses a GPU.
+    Raises RuntimeError if this process already uses a GPU, or if Megatron may already hold functions of a GPU package.
     """
     if _installed:
         return
     if torch.cuda.is_initialized():
         raise RuntimeError("cpu_runtime.install() in a process that already uses a GPU; start a fresh process")
+    loaded = [package for package in HIDDEN if sys.modules.get(package) is not None]
+    if loaded:
+        raise RuntimeError(f"cpu_runtime.install() after {loaded[0]} was imported; call it before Megatron is imported")
+    sys.modules.update(dict.fromkeys(HIDDEN))  # type: ignore[arg-type]
     # torch remembers at its first use which factories a `with torch.device("meta")` block redirects; that has to be the
     # real ones, not those put in their place below.
     _device_constructors()

@@ -1,6 +1,6 @@
 """Speed on one GPU, in one run: every operator, both layer kinds and the four-layer slice at 8192 tokens.
 
-    python scripts/bench_gpu.py [--out FILE.json] [--tokens N] [--only operators|slice]
+    python scripts/bench_gpu.py [--out FILE.json] [--tokens N] [--only operators|slice|OPERATOR ...]
 
 Medians of at least five runs after warm-up. Ratios are against what a user would otherwise run: transformers with FLA on
 the same weights, FLA's and Megatron-Core's TileLang kernels alone, plain torch; and against the copy and matrix rates of
@@ -107,10 +107,11 @@ def measure_card(report: Report) -> None:
     print({name: round(value, 2) for name, value in report.facts.items()}, flush=True)
 
 
-def run_operators(report: Report) -> None:
-    """Every backend of every operator; the naive one in bf16 is plain torch, mostly what transformers computes."""
+def run_operators(report: Report, operators: list[str]) -> None:
+    """Every backend of these operators; the naive one in bf16 is plain torch, mostly what transformers computes."""
     place, row = released_place(), row_of((report.tokens,), torch.device("cuda"))
-    for operator, backends in OPERATORS.items():
+    for operator in operators:
+        backends = OPERATORS[operator]
         case = problem(operator, place, row)
         if operator == "sparse_attention":  # slots as the model's own expansion leaves them
             pools = problem("expand_pools", place, row).tensors["pools"]
@@ -344,14 +345,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--tokens", type=int, default=8192, help="length of the one document (default: 8192)")
-    parser.add_argument("--only", choices=("operators", "slice"), help="a part of it")
+    parts = ("operators", "slice", *OPERATORS)
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts[:2], metavar="PART", help=", ".join(parts))
     options = parser.parse_args()
     torch.manual_seed(0)
     report = Report(options.tokens)
     measure_card(report)
-    if options.only != "slice":
-        run_operators(report)
-    if options.only != "operators":
+    operators = [name for name in OPERATORS if name in options.only or "operators" in options.only]
+    run_operators(report, operators)
+    if "slice" in options.only:
         run_slice(report)
     found = ratios(report)
     for entry in found:

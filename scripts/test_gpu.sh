@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export FLA_TILELANG=0 TOKENIZERS_PARALLELISM=false
-exec python3 -m pytest -q -rA --durations=15 tests/gpu "$@"
+exec python3 -m pytest -q -rA --durations=15 --numprocesses=2 --dist=loadfile tests/gpu "$@"

@@ -40,6 +40,10 @@ class Process:
 class TrainerRank(Process):
     """One process with one Megatron rank in it."""
 
+    def gpus(self) -> list[str]:
+        """Those that Ray gave to this rank."""
+        return [str(gpu) for gpu in ray.get_gpu_ids()]
+
     def open_store(self) -> tuple[str, int]:
         """Rank 0 listens, on its node's address only; the port is the system's choice, so two runs never meet."""
         host = ray.util.get_node_ip_address()
@@ -57,7 +61,7 @@ class TrainerRank(Process):
 
     def start(self, run: RunConfig, rank: int, address: tuple[str, int]) -> None:
         _quiet()
-        on_cpu = not torch.cuda.is_available()
+        on_cpu = not self.gpus()  # Ray leaves the GPUs of others in sight
         if on_cpu:
             torch.set_num_threads(1)
             os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nothing is compiled on a CPU; spares the compiler's import (3 s)
@@ -76,11 +80,14 @@ class TrainerRank(Process):
 class EngineProcess(Process):
     """One process with one embedded rollout engine in it."""
 
-    def start(self, checkpoint: Path, settings: dict[str, Any]) -> None:
+    def start(self, checkpoint: Path, gpus: list[str], settings: dict[str, Any]) -> None:
+        """`gpus`: those of a trainer rank on the same node; the engine shares the first. []: it runs on the CPU."""
         _quiet()
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[0]
         from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
 
-        self.engine = TransformersEngine(checkpoint, **settings)
+        self.engine = TransformersEngine(checkpoint, device="cuda" if gpus else "cpu", **settings)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.engine, method)(*args, **kwargs)

@@ -23,6 +23,7 @@ from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Pro
 from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.runtime.placement import (
     check_cpus,
+    guest_options,
     init_arguments,
     is_local,
     server_options,
@@ -140,14 +141,19 @@ class Cluster:
 
     def _start(self) -> None:
         run = self.run
-        places = trainer_options(run.parallel.ranks)
-        self.trainers = {f"trainer rank {rank}": _actor(TrainerRank, **place) for rank, place in enumerate(places)}
         embedded = run.rollout.num_engines if self.servers is None else 0
-        self.engines = {f"engine {number}": _actor(EngineProcess) for number in range(embedded)}
+        places = trainer_options(run.parallel.ranks, embedded)
+        hosts = [rank % len(places) for rank in range(embedded)]  # the ranks whose GPUs the embedded engines share
+        self.trainers = {f"trainer rank {rank}": _actor(TrainerRank, **place) for rank, place in enumerate(places)}
+        self.engines = {
+            f"engine {number}": _actor(EngineProcess, **guest_options(places[host]))
+            for number, host in enumerate(hosts)
+        }
         actors = self.trainers | self.engines
         self._watches = {actor.watch.remote(): name for name, actor in actors.items()}
         ids = self._answers({name: actor.process_id.remote() for name, actor in actors.items()}, "start")
         self.process_ids = dict(zip(actors, ids))
+        gpus = self._answers({name: actor.gpus.remote() for name, actor in self.trainers.items()}, "start")
         first = next(iter(self.trainers))
         (address,) = self._answers({first: self.trainers[first].open_store.remote()}, "start")
         settings = {
@@ -159,7 +165,10 @@ class Cluster:
         starts = {
             name: actor.start.remote(run, rank, address) for rank, (name, actor) in enumerate(self.trainers.items())
         }
-        starts |= {name: actor.start.remote(run.model.checkpoint, settings) for name, actor in self.engines.items()}
+        starts |= {
+            name: actor.start.remote(run.model.checkpoint, gpus[host], settings)
+            for (name, actor), host in zip(self.engines.items(), hosts)
+        }
         if self.servers is not None:
             self.servers.start()
             self.process_ids |= self.servers.process_ids

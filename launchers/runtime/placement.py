@@ -59,10 +59,11 @@ def check_cpus(wanted: int) -> None:
         )
 
 
-def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[dict[str, Any]]:
+def trainer_options(ranks: int, guests: int = 0, deadline: float = PLACEMENT_DEADLINE) -> list[dict[str, Any]]:
     """Ray options of each rank's process. With a GPU for each: consecutive ranks on one node, so that tensor-parallel
     groups never leave it; with fewer, all ranks are on CPUs (a job on a cluster has counted its GPUs before).
 
+    `guests` are embedded engines: there is a CPU for each beside the rank whose GPU it shares (`guest_options`).
     Raises ValueError for ranks that do not fill nodes, WorkerFailed if the GPUs are not free in time.
     """
     gpus = sorted(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
@@ -71,7 +72,8 @@ def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[di
     per_node = min(ranks, gpus[-1])
     if ranks % per_node:
         raise ValueError(f"parallel.ranks is {ranks}, which does not fill nodes of {per_node} GPUs")
-    group = placement_group([{"CPU": per_node, "GPU": per_node}] * (ranks // per_node), strategy="STRICT_SPREAD")
+    cpus = per_node * (1 + -(-guests // ranks))
+    group = placement_group([{"CPU": cpus, "GPU": per_node}] * (ranks // per_node), strategy="STRICT_SPREAD")
     if not group.wait(deadline):
         free = ray.available_resources().get("GPU", 0)
         raise WorkerFailed(
@@ -82,3 +84,9 @@ def trainer_options(ranks: int, deadline: float = PLACEMENT_DEADLINE) -> list[di
         {"num_gpus": 1, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank // per_node)}
         for rank in range(ranks)
     ]
+
+
+def guest_options(host: dict[str, Any]) -> dict[str, Any]:
+    """Ray options of an embedded engine that shares the GPU of the trainer rank with these options: the same place, and
+    no GPU of its own in Ray's books."""
+    return {name: value for name, value in host.items() if name != "num_gpus"}

@@ -24,10 +24,18 @@ class TransformersEngine:
     """
 
     def __init__(
-        self, checkpoint: Path, *, precision: str, recording: Recording, batch_size: int, num_threads: int = 1
+        self,
+        checkpoint: Path,
+        *,
+        precision: str,
+        recording: Recording,
+        batch_size: int,
+        num_threads: int = 1,
+        device: str = "cpu",
     ):
         torch.set_num_threads(num_threads)
-        self.model = load_reference(checkpoint, "float32" if precision == "fp32" else "bfloat16")
+        self.device = torch.device(device)
+        self.model = load_reference(checkpoint, "float32" if precision == "fp32" else "bfloat16").to(self.device)
         self.views = disk_views(self.model)
         self.recorder, self.batch_size = Recorder(self.model, recording), batch_size
         self.stop_tokens = stop_tokens(checkpoint)
@@ -40,7 +48,7 @@ class TransformersEngine:
         self, prompts: Sequence[np.ndarray], samples_per_prompt: int, *, max_new_tokens: int, seed: int
     ) -> list[list[Completion]]:
         assert self._update is None, "generate() during a weight update"
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         per_batch = max(1, self.batch_size // samples_per_prompt)
         completions: list[list[Completion]] = []
         for first in range(0, len(prompts), per_batch):
@@ -53,9 +61,9 @@ class TransformersEngine:
     def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         scores = []
         for sequence in sequences:
-            tokens = torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0)
+            tokens = torch.from_numpy(sequence.astype(np.int64)).unsqueeze(0).to(self.device)
             logprobs = self.model(input_ids=tokens).logits[0, :-1].float().log_softmax(-1)
-            scores.append(logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).numpy())
+            scores.append(logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).cpu().numpy())
         return scores
 
     def begin_update(self, version: int) -> None:
@@ -90,12 +98,12 @@ class TransformersEngine:
     def _generate_batch(
         self, prompts: Sequence[np.ndarray], copies: int, max_new_tokens: int, generator: torch.Generator
     ) -> list[Completion]:
-        tokens, mask = _left_padded(prompts, self.pad_token)
+        tokens, mask = (x.to(self.device) for x in _left_padded(prompts, self.pad_token))
         with self.recorder.listening():
             out = self.model(input_ids=tokens, attention_mask=mask, use_cache=True, logits_to_keep=1)
             of_prompts = self.recorder.take(mask, tokens.shape[1])
             sequences = [_Sequence(of_prompts[i // copies]) for i in range(len(prompts) * copies)]
-            alive = torch.arange(len(sequences))
+            alive = torch.arange(len(sequences), device=self.device)
             cache, logits = out.cache, out.logits[:, -1]
             origin = alive // copies
             cache.reorder_cache(origin)
@@ -103,10 +111,10 @@ class TransformersEngine:
             for step in range(max_new_tokens):
                 chosen, logprobs = _sample(logits, generator)
                 going = [
-                    not sequences[index].add(int(token), float(logprob), self.stop_tokens)
-                    for index, token, logprob in zip(alive.tolist(), chosen, logprobs)
+                    not sequences[index].add(token, logprob, self.stop_tokens)
+                    for index, token, logprob in zip(alive.tolist(), chosen.tolist(), logprobs.tolist())
                 ]
-                keep = torch.tensor(going).nonzero().squeeze(-1)
+                keep = torch.tensor(going, device=self.device).nonzero().squeeze(-1)
                 if step + 1 == max_new_tokens or len(keep) == 0:
                     break
                 if len(keep) < len(alive):

@@ -61,7 +61,7 @@ class Recorder:
             pools = _stacked([self._pools(slots, mask) for slots in picked], batch, length)
         return [
             Rows(*(None if rows is None else rows[sequence, real] for rows in (routes, weights, pools)))
-            for sequence, real in enumerate(mask[:, -length:].bool().numpy())
+            for sequence, real in enumerate(mask[:, -length:].bool().cpu().numpy())
         ]
 
     def joined(
@@ -86,7 +86,7 @@ class Recorder:
         """Cache slots that were selected `[batch, queries, width]` -> ascending pool ids, -1 unused."""
         padding = (mask == 0).sum(1)[:, None, None]  # on the left; pools start at the first real token
         queries = slots.shape[1]
-        position = torch.arange(mask.shape[1] - queries, mask.shape[1])[None, :, None] - padding
+        position = torch.arange(mask.shape[1] - queries, mask.shape[1], device=mask.device)[None, :, None] - padding
         token = slots - padding
         pool = token // self.kpool
         complete = (slots >= 0) & (token % self.kpool == 0) & (pool < (position + 1) // self.kpool)
@@ -98,4 +98,4 @@ class Recorder:
 def _stacked(layers: Sequence[Tensor], batch: int, length: int) -> np.ndarray:
     """`[batch, length, layers, ...]`."""
     flat = [layer.reshape(batch, length, -1) for layer in layers]
-    return (torch.stack(flat, dim=2) if flat else torch.zeros(batch, length, 0, 0)).numpy()
+    return (torch.stack(flat, dim=2) if flat else torch.zeros(batch, length, 0, 0)).cpu().numpy()

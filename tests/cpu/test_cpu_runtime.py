@@ -103,6 +103,35 @@ def test_process_that_uses_a_gpu_is_refused_and_left_as_it_is(installation):
     assert installation["changed_by_the_refused_call"] == []
 
 
+def test_packages_for_gpus_look_absent_and_are_refused_if_megatron_may_hold_them(tmp_path):
+    (tmp_path / "transformer_engine.py").write_text("raise RuntimeError('imported on a CPU')")
+    hidden = in_a_fresh_process(
+        f"""
+import json, sys, types
+sys.path.insert(0, {str(tmp_path)!r})
+from glm5_next.plugins import cpu_runtime
+from glm5_next.plugins.kernels.registry import installed
+before = installed("transformer_engine")
+sys.modules["transformer_engine"] = types.ModuleType("transformer_engine")
+try:
+    cpu_runtime.install()
+    refusal = None
+except RuntimeError as error:
+    refusal = str(error)
+del sys.modules["transformer_engine"]
+cpu_runtime.install()
+installed.cache_clear()
+print(json.dumps([before, refusal, installed("transformer_engine")]))
+""",
+        preamble="",
+    )
+    assert hidden == [
+        True,
+        "cpu_runtime.install() after transformer_engine was imported; call it before Megatron is imported",
+        False,
+    ]
+
+
 def test_nothing_is_compiled(installation):
     assert installation["compiled_function"] == 2.0
 

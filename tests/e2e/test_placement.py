@@ -14,7 +14,7 @@ os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)
 import ray
 from ray.cluster_utils import Cluster
 from glm5_next.launchers.failures import WorkerFailed
-from glm5_next.launchers.runtime.placement import check_cpus, init_arguments, trainer_options
+from glm5_next.launchers.runtime.placement import check_cpus, guest_options, init_arguments, trainer_options
 
 cluster = Cluster()
 for _ in range(2):
@@ -34,8 +34,11 @@ def refusal(ranks, check=lambda ranks: trainer_options(ranks, deadline=1)):
         return type(error).__name__ + ": " + str(error)
 
 result = {"refused": refusal(3), "cpus": [refusal(8, check_cpus), refusal(9, check_cpus)]}
-ranks = [Rank.options(**place).remote() for place in trainer_options(4)]
+places = trainer_options(4, guests=2)
+ranks = [Rank.options(**place).remote() for place in places]
 result["where"] = ray.get([rank.where.remote() for rank in ranks])
+guests = [Rank.options(**guest_options(places[host])).remote() for host in (0, 3)]
+result["guests"] = ray.get([guest.where.remote() for guest in guests])
 result["taken"] = refusal(2)
 result["no_gpus"] = trainer_options(5)
 code = f"from ray._raylet import GcsClient; print(len(GcsClient(address='{cluster.address}').get_all_node_info(timeout=5)))"
@@ -71,6 +74,10 @@ def test_consecutive_ranks_share_a_node_and_each_has_its_gpu(result):
     nodes = [node for node, _ in result["where"]]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
     assert {(node, *gpus) for node, gpus in result["where"]} == {(node, gpu) for node in nodes for gpu in (0, 1)}
+
+
+def test_an_embedded_engine_is_on_the_node_of_its_rank_and_takes_no_gpu(result):
+    assert result["guests"] == [[result["where"][0][0], []], [result["where"][3][0], []]]
 
 
 def test_what_cannot_be_placed_is_refused_in_words(result):
