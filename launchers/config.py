@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from glm5_next.launchers import config_sections as sections
+from glm5_next.launchers.config_rollout import RolloutSection, rollout_conflicts
 
 
 class RunConfig(sections.Section):
@@ -19,7 +20,7 @@ class RunConfig(sections.Section):
     model: sections.ModelSection
     parallel: sections.ParallelSection = Field(default_factory=sections.ParallelSection)
     data: sections.DataSection
-    rollout: sections.RolloutSection = Field(default_factory=sections.RolloutSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
     grpo: sections.GrpoSection = Field(default_factory=sections.GrpoSection)
     optimizer: sections.OptimizerSection = Field(default_factory=sections.OptimizerSection)
     replay: sections.ReplaySection = Field(default_factory=sections.ReplaySection)
@@ -220,7 +221,7 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         yield f"optimizer.min_lr ({optimizer.min_lr}) exceeds optimizer.lr ({optimizer.lr})"
     if optimizer.warmup_steps > train.steps:
         yield f"optimizer.warmup_steps ({optimizer.warmup_steps}) exceeds train.steps ({train.steps})"
-    yield from _rollout_conflicts(rollout)
+    yield from rollout_conflicts(rollout, config.parallel.ranks)
     if rollout.one_step_off and grpo.importance_sampling == "off":
         yield (
             "rollout.one_step_off is true but grpo.importance_sampling is 'off': samples of older weights would be trained "
@@ -238,26 +239,6 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
         )
     if train.eval_every and config.data.heldout is None:
         yield f"train.eval_every is {train.eval_every} but data.heldout is not set"
-
-
-def _rollout_conflicts(rollout: sections.RolloutSection) -> Iterator[str]:
-    if rollout.engine == "transformers" and (rollout.urls or rollout.launch or rollout.engine_flags):
-        yield "rollout.urls, rollout.launch and rollout.engine_flags are for servers, but rollout.engine is 'transformers'"
-    if rollout.urls and (rollout.launch or rollout.engine_flags):
-        yield "rollout.urls names running servers, so rollout.launch and rollout.engine_flags would do nothing"
-    if rollout.urls and rollout.api_key == "generated":
-        yield "rollout.api_key is 'generated', which running servers (rollout.urls) cannot know; give env:NAME or file:PATH"
-    if rollout.launch and rollout.engine_flags:
-        yield "rollout.engine_flags adds to the derived command; with rollout.launch write the flags there"
-    if rollout.min_samples is not None and rollout.min_samples > rollout.samples_per_prompt:
-        yield (
-            f"rollout.min_samples ({rollout.min_samples}) exceeds rollout.samples_per_prompt ({rollout.samples_per_prompt})"
-        )
-    if not rollout.request_deadline <= rollout.sample_deadline <= rollout.step_deadline:
-        yield (
-            f"rollout.request_deadline ({rollout.request_deadline:g}), sample_deadline ({rollout.sample_deadline:g}) and "
-            f"step_deadline ({rollout.step_deadline:g}) must not decrease"
-        )
 
 
 def _topology_conflicts(parallel: sections.ParallelSection) -> Iterator[str]:

@@ -40,7 +40,8 @@ def job(
     run_dir = (run.output.runs / (run.output.run_id or name)).resolve()
     output = run.output.model_copy(update={"runs": run_dir.parent, "run_id": run_dir.name})
     run = run.model_copy(update={"output": output})
-    servers = run.rollout.num_engines * run.rollout.engine_tp if run.rollout.engine != "transformers" else 0
+    has_gpus = run.rollout.engine != "transformers" and run.rollout.placement == "disaggregated"
+    servers = run.rollout.num_engines * run.rollout.engine_tp if has_gpus else 0
     if gpus_per_node and nodes * gpus_per_node < run.parallel.ranks + servers:
         raise ValueError(
             f"{nodes} node(s) with {gpus_per_node} GPUs each are fewer than parallel.ranks = {run.parallel.ranks} and "

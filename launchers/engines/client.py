@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from math import prod
+from typing import Any, Literal, Protocol
 
 import numpy as np
+import torch
 
 from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire
 from glm5_next.launchers.runtime.engine import Completion
@@ -45,6 +47,15 @@ class TensorList:
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
 
+    @property
+    def kinds(self) -> list[torch.dtype]:
+        return [getattr(torch, dtype) for dtype in self.dtypes]
+
+    @property
+    def sizes(self) -> list[int]:
+        """In bytes."""
+        return [prod(shape) * kind.itemsize for shape, kind in zip(self.shapes, self.kinds, strict=True)]
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -55,6 +66,19 @@ class Meeting:
     world_size: int
     group: str
     backend: str
+    unique_id: bytes = b""  # of NCCL, where the ranks meet by it instead of at the address
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Another process's way into a flat tensor: where it is (a GPU's UUID, or "cpu" and the rank), and what rebuilds it."""
+
+    device: str
+    args: tuple[Any, ...]
+
+
+Memory = Literal["weights", "kv_cache"]  # what an engine gives back and takes again
+ALL_MEMORY: tuple[Memory, ...] = ("kv_cache", "weights")
 
 
 class EngineClient(Protocol):
@@ -95,6 +119,22 @@ class EngineClient(Protocol):
         ...
 
     async def load_folder(self, folder: str, deadline: float) -> None: ...
+
+    async def release(self, memory: Sequence[Memory]) -> None:
+        """Stops generation and gives this memory back, which the engine has; weights and cache are lost with it."""
+        ...
+
+    async def take_back(self, memory: Memory) -> None:
+        """Takes memory again that it has given back. What is in it is anything."""
+        ...
+
+    async def join_shared(self) -> None:
+        """Before the first `load_shared`."""
+        ...
+
+    async def load_shared(self, tensors: TensorList, shared: Sequence[Shared], deadline: float) -> None:
+        """Loads these tensors from flat ones that trainer ranks hold, one for each of the engine's ranks."""
+        ...
 
     async def close_update(self, version: str) -> None:
         """Closes the session under the new version with an empty prefix cache; generation stays stopped."""

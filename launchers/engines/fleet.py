@@ -1,8 +1,8 @@
 """The servers of a run seen as one rollout engine: who gets which request, what is given up when, and who is out.
 
 An engine is `ready` (it holds the current weights), `quarantined` (an update failed on it, or it answered with an old
-prefix cache: it gets no request until a whole update has succeeded) or `gone` (it does not answer; the run starts its own
-servers again). A request that fails goes to another engine while the sample's deadline allows.
+prefix cache, or it sleeps: it gets no request until a whole update has succeeded) or `gone` (it does not answer; the run
+starts its own servers again). A request that fails goes to another engine while the sample's deadline allows.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from typing import Literal
 
 import numpy as np
 
-from glm5_next.launchers.config_sections import RolloutSection
-from glm5_next.launchers.engines.client import EngineClient, Request
+from glm5_next.launchers.config_rollout import RolloutSection
+from glm5_next.launchers.engines.client import ALL_MEMORY, EngineClient, Request
 from glm5_next.launchers.engines.wire import EngineError, Late, Malformed, Unreachable
 from glm5_next.launchers.run_state import step_seed
 from glm5_next.launchers.runtime.engine import Completion, Lost
@@ -33,14 +33,15 @@ class Member:
     in_flight: int = 0
     proved: bool = True  # False from an update until its first answer has shown an empty prefix cache
     why: str = "not updated yet"
+    asleep: bool = False  # its memory is the trainer's (rollout.placement = "colocated")
 
 
 class Fleet:
     """The servers of a run: who gets which request, and who is left out. All methods run in one event loop."""
 
     def __init__(self, clients: Iterable[EngineClient], settings: RolloutSection):
-        self.members = {client.name: Member(client) for client in clients}
         self.settings = settings
+        self.members = {client.name: self._member_of(client) for client in clients}
         self.version = 0
         self.finished = self.asked = 0  # requests of the current call, for who watches
         self.tokens = 0
@@ -59,6 +60,7 @@ class Fleet:
             member = self.members[name]
             member.state, member.why = ("quarantined", failed[name]) if name in failed else ("ready", "")
             member.proved = name in failed
+            member.asleep = member.asleep and name in failed
 
     def status(self) -> str:
         """The round in progress: samples, rates, time left, and who has how many requests; empty between rounds."""
@@ -75,7 +77,13 @@ class Fleet:
 
     def replace(self, client: EngineClient) -> None:
         """A server that was started again has lost its weights."""
-        self.members[client.name] = Member(client)
+        self.members[client.name] = self._member_of(client)
+
+    async def put_to_sleep(self) -> list[str]:
+        """Engines that are awake give their memory back; returns those that are out because they did not."""
+        members = [member for member in self.members.values() if member.state != "gone" and not member.asleep]
+        failed = await asyncio.gather(*(self._asleep(member) for member in members))
+        return [name for name in failed if name is not None]
 
     async def generate(
         self, prompts: Sequence[np.ndarray], samples_per_prompt: int, *, max_new_tokens: int, seed: int
@@ -118,6 +126,18 @@ class Fleet:
         for member, healthy in zip(members, await asyncio.gather(*(m.client.healthy() for m in members)), strict=True):
             if not healthy:
                 self._out(member, "gone", f"{member.client.name} does not answer")
+
+    def _member_of(self, client: EngineClient) -> Member:
+        return Member(client, asleep=self.settings.placement == "colocated")
+
+    async def _asleep(self, member: Member) -> str | None:
+        try:
+            await member.client.release(ALL_MEMORY)
+        except EngineError as error:
+            self._out(member, "gone", str(error))
+            return member.client.name
+        member.state, member.why, member.asleep = "quarantined", "it gave its memory to the trainer", True
+        return None
 
     async def _scored(self, member: Member, sequences: Sequence[np.ndarray]) -> list[np.ndarray] | None:
         deadline = self.settings.request_deadline

@@ -1,6 +1,7 @@
 """What the driver and trainer rank 0 tell each other about an update of servers."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from glm5_next.launchers.config import RunConfig
@@ -16,6 +17,8 @@ class Order:
     version: int
     run: RunConfig
     folder: Path  # for rollout.transport = "disk"
+    # for rollout.placement = "colocated": checksums of what an engine was started with, by name
+    started: Mapping[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,5 @@
-"""Trainer rank 0 sends a new policy to all servers at once, and proves that each of them holds it.
+"""Trainer rank 0 sends a new policy to all servers at once, and proves that each of them holds it (`proof`)."""
 
-Proof, beside the probe that the controller scores: what an engine reports as checksums is by its own fused and sharded names,
-so bits cannot be compared name by name. Instead an engine that joins is filled with noise before its first update. If that
-update carries the weights it was started from (version 0), its checksums must come back to what they were: the update
-writes every tensor, to the bit. Later, engines must agree with each other, and a layer's checksums change where the trainer's
-bits changed, and nowhere else.
-"""
-
-import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -22,6 +14,7 @@ import torch.distributed as dist
 from glm5_next.launchers.engines.client import EngineClient, Meeting
 from glm5_next.launchers.engines.clients import client_of
 from glm5_next.launchers.engines.order import Order
+from glm5_next.launchers.engines.proof import EnginesFailed, Proof
 from glm5_next.launchers.engines.weight_group import broadcast, described, flattened, group_name, in_order, join, listen
 from glm5_next.launchers.engines.wire import Address, EngineError, EventLoop, Unreachable
 from glm5_next.launchers.runtime.engine import Bucket
@@ -29,15 +22,6 @@ from glm5_next.plugins.config import Glm5NextConfig
 
 MEETING_DEADLINE = timedelta(seconds=60)
 SECONDS_FOR_REASONS = 2.0  # a broken broadcast ends calls of engines that are alive within this time
-LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
-class EnginesFailed(RuntimeError):
-    """Engines that do not hold the new weights, by name, with the reason. No engine of the update may be used then."""
-
-    def __init__(self, reasons: Mapping[str, str]):
-        super().__init__("; ".join(reasons.values()))
-        self.reasons = dict(reasons)
 
 
 class Publisher:
@@ -62,8 +46,12 @@ class Publisher:
         host = interface_to(order.addresses[0].url)
         publisher = cls(clients, host=host, deadline=order.run.rollout.update_deadline)
         publisher.addresses = order.addresses
-        publisher.uses_group = order.run.rollout.transport == "distributed"
+        publisher.uses_group = cls.uses_group and order.run.rollout.transport == "distributed"
         return publisher
+
+    def take(self, order: Order) -> None:
+        """What is different from order to order to the same engines."""
+        self.fresh = set(order.fresh)
 
     def begin_update(self, version: int) -> None:
         self.version = version
@@ -72,7 +60,7 @@ class Publisher:
         self._all(lambda client: client.open_update())
         fresh = [client for client in self.clients if client.name in self.fresh]
         if version == 0:
-            self.proof.started = self._all(lambda client: client.checksums(), fresh)
+            self.proof.started = self._checksums_at_start(fresh)
         self._all(lambda client: client.forget(), fresh)
 
     def put_weights(self, bucket: Bucket) -> None:
@@ -96,6 +84,7 @@ class Publisher:
 
     def commit_update(self, digests: Mapping[str, str]) -> None:
         self._all(lambda client: client.close_update(str(self.version)))
+        self._closed()
         self.proof.check(digests, self._all(lambda client: client.checksums()), self.version)
         self._all(lambda client: client.resume())
         self.fresh.clear()
@@ -110,6 +99,12 @@ class Publisher:
         for client in self.clients:
             self.loop.run(client.close())
         self.loop.close()
+
+    def _checksums_at_start(self, fresh: Sequence[EngineClient]) -> dict[str, dict[str, str]]:
+        return self._all(lambda client: client.checksums(), fresh)
+
+    def _closed(self) -> None:
+        """After the last weights, before the proof."""
 
     def _leave(self) -> None:
         if self.group is not None:
@@ -183,53 +178,6 @@ def interface_to(url: str) -> str:
         return probe.getsockname()[0]
 
 
-class Proof:
-    """What is known of the checksums of engines and the digests of the trainer."""
-
-    def __init__(self) -> None:
-        self.started: dict[str, dict[str, str]] = {}
-        self.digests: dict[str, str] = {}
-        self.checksums: dict[str, dict[str, str]] = {}
-
-    def check(self, digests: Mapping[str, str], checksums: Mapping[str, dict[str, str]], version: int) -> None:
-        """Raises EnginesFailed that names the tensors; remembers both for the next update."""
-        failed: dict[str, str] = {}
-        first = next(iter(checksums), "")
-        for name, held in checksums.items():
-            reason = (
-                _differences(
-                    "is not what it was started with, though version 0 was sent", self.started.get(name, held), held
-                )
-                or _differences(f"is not that of {first}", checksums[first], held)
-                or self._unexpected_changes(name, digests, held)
-            )
-            if reason:
-                failed[name] = f"{name}, weights version {version}: {reason}"
-        self.started = {}
-        if failed:
-            raise EnginesFailed(failed)
-        self.digests, self.checksums = dict(digests), dict(checksums)
-
-    def _unexpected_changes(self, name: str, digests: Mapping[str, str], held: Mapping[str, str]) -> str:
-        before = self.checksums.get(name)
-        if before is None or not self.digests:
-            return ""
-        sent, changed = changed_parts(self.digests, digests), changed_parts(before, held)
-        if sent == changed:
-            return ""
-        return (
-            f"parts of the model changed in the trainer but not here: {sorted(sent - changed)[:5]}; "
-            f"here but not in the trainer: {sorted(changed - sent)[:5]}"
-        )
-
-
-def changed_parts(before: Mapping[str, str], after: Mapping[str, str]) -> set[str]:
-    """The layers ("layer 3", or "outside layers") of all names whose value is not what it was."""
-    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
-    matches = (LAYER.search(name) for name in names)
-    return {f"layer {match[1]}" if match else "outside layers" for match in matches}
-
-
 class _Failure(Exception):
     def __init__(self, name: str, error: EngineError):
         super().__init__(str(error))
@@ -241,8 +189,3 @@ async def _named(client: EngineClient, call: Awaitable[Any]) -> Any:
         return await call
     except EngineError as error:
         raise _Failure(client.name, error) from error
-
-
-def _differences(what: str, expected: Mapping[str, str], held: Mapping[str, str]) -> str:
-    wrong = sorted(name for name in expected.keys() | held.keys() if expected.get(name) != held.get(name))
-    return f"the checksum of {len(wrong)} of {len(held)} tensors {what}, first {wrong[:5]}" if wrong else ""

@@ -23,7 +23,15 @@ LAST_LINES = 15
 class EngineServer(Process):
     """Starts, watches and ends one server."""
 
-    def start_server(self, words: Sequence[str], values: Mapping[str, str], key: str, log: Path, local: bool) -> str:
+    def start_server(
+        self,
+        words: Sequence[str],
+        values: Mapping[str, str],
+        key: str,
+        log: Path,
+        local: bool,
+        environment: Mapping[str, str],
+    ) -> str:
         """Starts the command with its placeholders filled in; returns the server's address. It is not ready yet."""
         self.end_server()
         self.key, self.log = key, log
@@ -41,7 +49,7 @@ class EngineServer(Process):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1"},
+            env={**os.environ, "VLLM_API_KEY": key, "VLLM_SERVER_DEV_MODE": "1", **environment},
         )
         threading.Thread(target=self._copy_log, daemon=True).start()
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import numpy as np
 import ray
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.engines.client import EngineClient
+from glm5_next.launchers.engines.client import ALL_MEMORY, EngineClient
 from glm5_next.launchers.engines.clients import client_of
 from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.engines.fleet import Fleet
 from glm5_next.launchers.engines.keys import find_key
 from glm5_next.launchers.engines.order import Order, Outcome
-from glm5_next.launchers.engines.wire import Address, EventLoop
+from glm5_next.launchers.engines.wire import Address, EngineError, EventLoop
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.actors import describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
@@ -30,7 +30,7 @@ class Servers:
     """`start` needs a running Ray. Not for use by several threads, except `generate` beside `publish` of older weights."""
 
     def __init__(
-        self, run: RunConfig, model: Glm5NextConfig, run_dir: Path, new_actor: Callable[[], Any], *, local: bool
+        self, run: RunConfig, model: Glm5NextConfig, run_dir: Path, new_actor: Callable[[str], Any], *, local: bool
     ):
         self.run, self.model, self.run_dir = run, model, run_dir
         self.local = local  # then servers listen on the loopback interface
@@ -40,6 +40,9 @@ class Servers:
         self.addresses: dict[str, Address] = {}
         self.unproved: set[str] = set()  # engines that have not been filled with noise and sent everything yet
         self.restarts = 0
+        self.colocated = run.rollout.placement == "colocated"
+        self.gpus: dict[str, list[str]] = {}  # of colocated servers, by name
+        self.started: dict[str, dict[str, str]] = {}  # checksums of what they were started with
         self._new_actor = new_actor
 
     def start(self) -> None:
@@ -87,9 +90,15 @@ class Servers:
             raise WorkerFailed(f"no engine could score the probes: {self._why()}")
         return scores
 
+    def release(self) -> None:
+        """Colocated servers give their memory to the trainer; none samples before the next `publish`."""
+        self._end(self.loop.run(self.fleet.put_to_sleep()))
+
     def publish(self, version: int, send: Callable[[Order], Outcome]) -> int:
         """Sends weights to every engine that answers, until all that are left hold them. Returns the bytes of one copy."""
         out: dict[str, str] = {}  # by this update
+        if self.colocated:
+            self.release()
         while True:
             self.loop.run(self.fleet.look_after())
             self._replace_dead()
@@ -106,6 +115,7 @@ class Servers:
                     version=version,
                     run=self.run,
                     folder=self.run_dir / "weights",
+                    started=self.started,
                 )
             )
             out |= outcome.failed
@@ -117,6 +127,8 @@ class Servers:
             self.fleet.updated(
                 version, dict.fromkeys(names, "its update was given up with that of others") | out, names
             )
+            if self.colocated:
+                self._end(outcome.failed)
 
     def status(self) -> str:
         """How far a round of sampling is, and with whom; empty where there is none."""
@@ -155,7 +167,7 @@ class Servers:
         words = engine_command(self.run, self.model)
         for name in names:
             if name not in self.actors or not _alive(self.actors[name]):
-                self.actors[name] = self._new_actor()
+                self.actors[name] = self._new_actor(name)
         values = {"checkpoint": str(self.run.model.checkpoint), "python": sys.executable}
         values |= {"threads": str(max(1, (os.cpu_count() or 1) // (len(names) + self.run.parallel.ranks)))}
         starts = [
@@ -165,6 +177,7 @@ class Servers:
                 self.key,
                 self.run_dir / f"{name.replace(' ', '-')}.log",
                 self.local,
+                self._environment(name),
             )
             for name in names
         ]
@@ -174,6 +187,34 @@ class Servers:
             self.actors[name].wait_until.remote(self.addresses[name].url, settings.start_deadline) for name in names
         ]
         self._answers(names, waits)
+        if self.colocated:
+            self.loop.run(self._first_sleep(names))
+
+    def _environment(self, name: str) -> dict[str, str]:
+        """Of a colocated server: the GPUs of its trainer ranks, in their order; otherwise it has those that Ray gives it.
+
+        vLLM reads handles of GPU memory as a pickle, when told to; it comes with the key, like everything it is sent.
+        """
+        if not self.colocated:
+            return {}
+        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[name])} if self.gpus.get(name) else {}
+        return gpus | ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.run.rollout.engine == "vllm" else {})
+
+    async def _first_sleep(self, names: Sequence[str]) -> None:
+        """Notes what colocated servers were started with, before they give it back."""
+        for name in names:
+            client = self._client(name)
+            try:
+                self.started[name] = await client.checksums()
+                await client.release(ALL_MEMORY)
+            except EngineError as error:
+                raise WorkerFailed(f"{name} did not give its memory to the trainer: {error}") from error
+            finally:
+                await client.close()
+
+    def _end(self, names: Iterable[str]) -> None:
+        """Ends servers whose memory is in no known state; the next update starts them again."""
+        self._answers([*names], [self.actors[name].end_server.remote() for name in names])
 
     def _answers(self, names: Sequence[str], calls: Sequence[Any]) -> list[Any]:
         try:

@@ -1,5 +1,6 @@
 """SGLang 0.5.23 as a rollout engine. Facts of the protocol: `entrypoints/http_server.py`, `managers/io_struct.py`."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,13 +13,16 @@ from glm5_next.launchers.engines.client import (
     WEIGHTS_DEADLINE,
     HttpClient,
     Meeting,
+    Memory,
     Request,
+    Shared,
     TensorList,
     check_tokens,
     until_accepted,
     version_of,
 )
 from glm5_next.launchers.engines.payload import routes_from_int32
+from glm5_next.launchers.engines.shared_bucket import sglang_payload
 from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.types import Void
@@ -92,8 +96,7 @@ class SGLangClient(HttpClient):
         await self._acknowledged("/destroy_weights_update_group", {"group_name": meeting.group}, CONTROL_DEADLINE)
 
     async def open_update(self) -> None:
-        await self.wire.post("/pause_generation", {"mode": "abort"}, deadline=CONTROL_DEADLINE)
-        await self._flush()
+        await self._stop()
         try:
             await self._acknowledged("/begin_weight_update", SELECTED, WEIGHTS_DEADLINE)
         except Refused:  # an update that failed has left its session open
@@ -115,6 +118,25 @@ class SGLangClient(HttpClient):
     async def load_folder(self, folder: str, deadline: float) -> None:
         body = {"model_path": folder, "flush_cache": False, "abort_all_requests": False}
         await self._acknowledged("/update_weights_from_disk", body, deadline)
+
+    async def release(self, memory: Sequence[Memory]) -> None:
+        await self._stop()  # a server that is not idle ends itself when it is asked
+        await self.wire.post("/release_memory_occupation", {"tags": list(memory)}, deadline=WEIGHTS_DEADLINE)
+
+    async def take_back(self, memory: Memory) -> None:
+        await self.wire.post("/resume_memory_occupation", {"tags": [memory]}, deadline=WEIGHTS_DEADLINE)
+
+    async def join_shared(self) -> None:
+        """Nothing has to be said before."""
+
+    async def load_shared(self, tensors: TensorList, shared: Sequence[Shared], deadline: float) -> None:
+        body = {
+            "serialized_named_tensors": [base64.b64encode(sglang_payload(one, tensors)).decode() for one in shared],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            **SELECTED,
+        }
+        await self._acknowledged("/update_weights_from_tensor", body, deadline)
 
     async def close_update(self, version: str) -> None:
         await self._acknowledged("/end_weight_update", {}, WEIGHTS_DEADLINE)
@@ -141,6 +163,10 @@ class SGLangClient(HttpClient):
 
     async def forget(self) -> None:
         await self._acknowledged("/weights_checker", self._check("reset_tensors"), WEIGHTS_DEADLINE)
+
+    async def _stop(self) -> None:
+        await self.wire.post("/pause_generation", {"mode": "abort"}, deadline=CONTROL_DEADLINE)
+        await self._flush()
 
     async def _flush(self) -> None:
         """Confirmed: the server refuses with 400 while a request holds pages."""

@@ -22,6 +22,7 @@ from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
 
 SECONDS_TO_GATHER = 0.01  # so long a batch waits for requests that are on their way
+MEMORY = ("weights", "kv_cache")
 NOT_WEIGHTS = ("cos_sin_cache", "inv_freq", "freqs_cis")
 
 
@@ -52,6 +53,7 @@ class ModelHost:
         self.batch_size = batch_size
         self.version = "default"
         self.paused = False
+        self.released: set[str] = set()  # of `MEMORY`
         self.model_lock = threading.Lock()
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
@@ -68,6 +70,7 @@ class ModelHost:
         return job
 
     def score(self, tokens: Sequence[int]) -> np.ndarray:
+        self.check_memory(*MEMORY)
         with self.model_lock:
             return self.engine.score([np.array(tokens, dtype=np.int32)])[0]
 
@@ -101,9 +104,26 @@ class ModelHost:
             self._cached.clear()
             return True
 
+    def check_memory(self, *memory: str) -> None:
+        """Raises RuntimeError unless the host has it; a real engine would read memory that is not there."""
+        for name in memory:
+            if name in self.released:
+                raise RuntimeError(f"the memory of {name} has been released")
+
+    def release(self, memory: Iterable[str]) -> None:
+        """Raises RuntimeError while requests run. Parameters are lost, buffers are kept, as on real engines."""
+        with self._changed:
+            if self._running or (self._waiting and not self.paused):
+                raise RuntimeError("memory can be released only when the server is idle")
+            self.released.update(memory)
+            self._cached.clear()
+        if "weights" in self.released:
+            self.forget(skip=[name for name, _ in self.engine.model.named_buffers()])
+
     @torch.no_grad()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Takes whole tensors by their names on disk; returns the names it does not know."""
+        self.check_memory("weights")
         unknown = []
         with self.model_lock:
             for name, tensor in tensors:
@@ -138,6 +158,7 @@ class ModelHost:
 
     def run(self, jobs: Sequence[Job]) -> None:
         """One batch. Responses to equal prompts share a prefill where every prompt has as many."""
+        self.check_memory(*MEMORY)
         counts = Counter(job.prompt for job in jobs)
         copies = len(jobs) // len(counts) if len(set(counts.values())) == 1 else 1
         prompts = list(counts) if copies > 1 else [job.prompt for job in jobs]

@@ -1,39 +1,22 @@
 """vLLM 0.33's HTTP protocol on a `ModelHost`: the endpoints that a trainer uses, with their oddities.
 
-Requests are turned away (503) while generation is paused; a name that no tensor has fails the update; finishing an update
-does not empty the prefix cache; and each KDA layer computes with a merged convolution that it caches at its first forward
-pass and that no update refreshes (`models/glm5next/common/kda.py`), unless `rebuilds` (as our plugin does).
+Requests are turned away (503) while generation is paused.
 """
 
 import base64
 import io
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from glm5_next.launchers.engines.client import Meeting, TensorList
-from glm5_next.launchers.engines.tiny_host import Job, ModelHost
-from glm5_next.launchers.engines.weight_group import EngineEnd, group_name
-
-Answer = tuple[int, Any]
-OK = 200
+from glm5_next.launchers.engines.tiny_host import Job
+from glm5_next.launchers.engines.tiny_vllm_weights import OK, Answer, VllmWeights
 
 
-class VllmProtocol:
+class VllmProtocol(VllmWeights):
     """`handle` answers one request; a text answer is sent as text, everything else as JSON."""
 
-    group_timeout = timedelta(seconds=600)
     open_paths = ("/health",)  # need no key
-
-    def __init__(self, host: ModelHost, *, tp: int = 1, rebuilds: bool = True):
-        self.host, self.tp, self.rebuilds = host, tp, rebuilds
-        self.updating = False
-        self.ends: list[EngineEnd] = []
-        self.merged = MergedConvolutions(host.engine.model)
 
     def handle(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         endpoint = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
@@ -73,14 +56,6 @@ class VllmProtocol:
             self.host.abort(request_id)
         return OK, {"status": "aborted"}
 
-    def do_pause(self, body: dict[str, Any]) -> Answer:
-        self.host.pause()
-        self.host.abort(None)
-        self.host.wait_until_idle()
-        if body.get("clear_cache", "true") == "true":
-            self.host.flush()
-        return OK, {"status": "paused"}
-
     def do_resume(self, body: dict[str, Any]) -> Answer:
         self.host.resume()
         return OK, {"status": "resumed"}
@@ -90,72 +65,6 @@ class VllmProtocol:
 
     def do_reset_prefix_cache(self, body: dict[str, Any]) -> Answer:
         return OK, {"success": self.host.flush()}
-
-    def do_get_world_size(self, body: dict[str, Any]) -> Answer:
-        return OK, {"world_size": self.tp}
-
-    def do_init_weight_transfer_engine(self, body: dict[str, Any]) -> Answer:
-        info = body["init_info"]
-        meeting = Meeting(
-            info["master_address"], info["master_port"], info["world_size"], group_name(info["master_port"]), "gloo"
-        )
-        with ThreadPoolExecutor(self.tp) as ranks:
-            first = info["rank_offset"]
-            self.ends = list(
-                ranks.map(lambda rank: EngineEnd(meeting, first + rank, self.group_timeout), range(self.tp))
-            )
-        return OK, {"message": "Weight transfer initialized"}
-
-    def do_shutdown_weight_transfer_engine(self, body: dict[str, Any]) -> Answer:
-        self.ends = []
-        return OK, {"message": "Weight transfer shut down"}
-
-    def do_start_weight_update(self, body: dict[str, Any]) -> Answer:
-        if self.updating:
-            raise RuntimeError("start_weight_update called while a weight update is already in progress")
-        self.updating = True
-        return OK, {"message": "Weight update started"}
-
-    def do_update_weights(self, body: dict[str, Any]) -> Answer:
-        if not self.updating:
-            raise RuntimeError("start_weight_update must be called before update_weights.")
-        info = body["update_info"]
-        tensors = TensorList(tuple(info["names"]), tuple(info["dtype_names"]), tuple(map(tuple, info["shapes"])))
-        with ThreadPoolExecutor(self.tp) as ranks:
-            items, *_ = ranks.map(lambda end: list(end.received(tensors)), self.ends)
-        unknown = self.host.load(items)
-        if unknown:
-            raise KeyError(unknown[0])
-        return OK, {"message": "Weights updated"}
-
-    def do_finish_weight_update(self, body: dict[str, Any]) -> Answer:
-        if not self.updating:
-            raise RuntimeError("finish_weight_update called without a matching start_weight_update.")
-        self.updating = False
-        self._written()
-        if body.get("weight_version") is not None:
-            self.host.version = body["weight_version"]
-        return OK, {"message": "Weight update finished"}
-
-    def do_collective_rpc(self, body: dict[str, Any]) -> Answer:
-        if body["method"] != "reload_weights":
-            raise ValueError(f"no method {body['method']}")
-        self.host.load_folder(Path(body["kwargs"]["weights_path"]))
-        self._written()
-        return OK, {"results": [None] * self.tp}
-
-    def do_weight_info(self, body: dict[str, Any]) -> Answer:
-        return OK, {"weight_version": self.host.version}
-
-    def do_weight_checker(self, body: dict[str, Any]) -> Answer:
-        if body["action"] == "reset":
-            self.host.forget()
-            return OK, {"status": "reset"}
-        return OK, {"checksums": self.host.checksums()}
-
-    def _written(self) -> None:
-        if self.rebuilds:
-            self.merged.rebuild()
 
     def _choice(self, sampling: dict[str, Any], job: Job) -> dict[str, Any]:
         completion = job.completion
@@ -175,38 +84,6 @@ class VllmProtocol:
 
     def _usage(self, job: Job) -> dict[str, Any]:
         return {"prompt_tokens": len(job.prompt), "prompt_tokens_details": {"cached_tokens": job.cached_tokens}}
-
-
-class MergedConvolutions:
-    """The convolution that every KDA layer computes with: what its weight was at the first forward pass."""
-
-    def __init__(self, model: torch.nn.Module):
-        self.cached: dict[torch.nn.Module, torch.Tensor] = {}
-        self.loaded: dict[torch.nn.Module, torch.Tensor] = {}
-        self.hooks: list[Any] = []
-        for layer in (module for module in model.modules() if hasattr(module, "conv1d")):
-            self.hooks += [
-                layer.register_forward_pre_hook(lambda module, args: self._swap_in(module.conv1d)),
-                layer.register_forward_hook(lambda module, args, out: self._swap_out(module.conv1d)),
-            ]
-
-    def remove(self) -> None:
-        """The model computes with its own weights again."""
-        for hook in self.hooks:
-            hook.remove()
-
-    @torch.no_grad()
-    def rebuild(self) -> None:
-        for module, weight in self.cached.items():
-            weight.copy_(module.weight)  # type: ignore[arg-type]
-
-    def _swap_in(self, module: Any) -> None:
-        self.cached.setdefault(module, module.weight.data.clone())
-        self.loaded[module] = module.weight.data
-        module.weight.data = self.cached[module]
-
-    def _swap_out(self, module: Any) -> None:
-        module.weight.data = self.loaded.pop(module)
 
 
 def npy_base64(array: np.ndarray) -> str:

@@ -1,6 +1,7 @@
 """vLLM 0.33 as a rollout engine, started with VLLM_SERVER_DEV_MODE=1. Facts of the protocol: `entrypoints/rl/online`,
 `entrypoints/scale_out/token_in_token_out`, `distributed/weight_transfer`."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +14,16 @@ from glm5_next.launchers.engines.client import (
     WEIGHTS_DEADLINE,
     HttpClient,
     Meeting,
+    Memory,
     Request,
+    Shared,
     TensorList,
     check_tokens,
     until_accepted,
     version_of,
 )
 from glm5_next.launchers.engines.payload import routes_from_npy
+from glm5_next.launchers.engines.shared_bucket import vllm_payload
 from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
 
@@ -66,9 +70,10 @@ class VllmClient(HttpClient):
         return field_of(answer, "world_size", int, f"{self.name}: /get_world_size")
 
     async def join(self, meeting: Meeting, first_rank: int, deadline: float) -> None:
+        place = {"master_address": meeting.host, "master_port": meeting.port}
+        by_id = {"nccl_unique_id_b64": base64.b64encode(meeting.unique_id).decode()}
         init_info = {
-            "master_address": meeting.host,
-            "master_port": meeting.port,
+            **(by_id if meeting.unique_id else place),
             "rank_offset": first_rank,
             "world_size": meeting.world_size,
             "packed": True,
@@ -80,8 +85,7 @@ class VllmClient(HttpClient):
         await self.wire.post("/shutdown_weight_transfer_engine", {}, deadline=CONTROL_DEADLINE)
 
     async def open_update(self) -> None:
-        await self.wire.post("/pause", deadline=CONTROL_DEADLINE, mode="abort", clear_cache="true")
-        await self._flush()
+        await self._stop()
         try:
             await self.wire.post("/start_weight_update", {}, deadline=WEIGHTS_DEADLINE)
         except Refused:  # an update that failed has left its session open
@@ -95,6 +99,30 @@ class VllmClient(HttpClient):
     async def load_folder(self, folder: str, deadline: float) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         await self.wire.post("/collective_rpc", body, deadline=deadline)
+
+    async def release(self, memory: Sequence[Memory]) -> None:
+        """All of it, whatever is named: the engine knows what it has given back already."""
+        await self._stop()
+        await self.wire.post("/sleep", deadline=WEIGHTS_DEADLINE, level=2, mode="abort")
+
+    async def take_back(self, memory: Memory) -> None:
+        answer = await self.wire.post("/wake_up", deadline=WEIGHTS_DEADLINE, tags=memory)
+        where = f"{self.name}: /wake_up {memory}"
+        if memory == "kv_cache" and field_of(answer, "status", str, where) != "awake":  # an error has no other sign
+            raise Refused(f"{where}: the engine still sleeps", 400)
+
+    async def join_shared(self) -> None:
+        await self.wire.post("/init_weight_transfer_engine", {"init_info": {"packed": True}}, deadline=CONTROL_DEADLINE)
+
+    async def load_shared(self, tensors: TensorList, shared: Sequence[Shared], deadline: float) -> None:
+        update_info = {
+            "names": tensors.names,
+            "dtype_names": tensors.dtypes,
+            "shapes": tensors.shapes,
+            "tensor_sizes": tensors.sizes,
+            "ipc_handles_pickled": base64.b64encode(vllm_payload(shared)).decode(),
+        }
+        await self.wire.post("/update_weights", {"update_info": update_info}, deadline=deadline)
 
     async def close_update(self, version: str) -> None:
         await self.wire.post("/finish_weight_update", {"weight_version": version}, deadline=WEIGHTS_DEADLINE)
@@ -114,6 +142,10 @@ class VllmClient(HttpClient):
 
     async def forget(self) -> None:
         await self.wire.post("/weight_checker", {"action": "reset"}, deadline=WEIGHTS_DEADLINE)
+
+    async def _stop(self) -> None:
+        await self.wire.post("/pause", deadline=CONTROL_DEADLINE, mode="abort", clear_cache="true")
+        await self._flush()
 
     async def _flush(self) -> None:
         """Confirmed: the server says so if blocks are still held."""

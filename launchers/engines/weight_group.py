@@ -68,12 +68,16 @@ class EngineEnd:
 
     def received(self, tensors: TensorList) -> Iterator[tuple[str, Tensor]]:
         """What was broadcast, under its names."""
-        kinds = [getattr(torch, dtype) for dtype in tensors.dtypes]
-        sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(tensors.shapes, kinds, strict=True)]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        flat = torch.empty(sum(tensors.sizes), dtype=torch.uint8)
         self.group.broadcast(flat, 0).wait()  # type: ignore[attr-defined]
-        for name, shape, kind, part in zip(tensors.names, tensors.shapes, kinds, flat.split(sizes), strict=True):
-            yield name, part.view(kind).view(shape)
+        yield from parts_of(flat, tensors)
+
+
+def parts_of(flat: Tensor, tensors: TensorList) -> Iterator[tuple[str, Tensor]]:
+    """Views of a flattened bucket under their names."""
+    pieces = flat.split(tensors.sizes)
+    for name, shape, kind, part in zip(tensors.names, tensors.shapes, tensors.kinds, pieces, strict=True):
+        yield name, part.view(kind).view(shape)
 
 
 def in_order(bucket: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -121,6 +121,12 @@ class RemoteSink:
             raise WorkerFailed(f"engine {self.number} failed in a weight update: {describe(cause)}") from error
 
 
+def new_actor(kind: type[Process], **place: Any) -> Any:
+    """A new process, never restarted: a rank that lost its memory cannot join in again."""
+    options = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": {"watch": 1}, **place}
+    return ray.remote(**options)(kind).remote()  # type: ignore
+
+
 def packed(name: str, tensor: torch.Tensor) -> Parcel:
     """A tensor as plain bytes. Megatron has torch write its own module into every pickle of a tensor, and an engine
     that read one would import all of Megatron (3 s)."""

@@ -19,7 +19,14 @@ from glm5_next.launchers.engines.server_process import EngineServer
 from glm5_next.launchers.engines.servers import Servers
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.replay_plan import Recording
-from glm5_next.launchers.runtime.actors import CALL_DEADLINE, EngineProcess, Process, RemoteSink, TrainerRank, describe
+from glm5_next.launchers.runtime.actors import (
+    CALL_DEADLINE,
+    EngineProcess,
+    RemoteSink,
+    TrainerRank,
+    describe,
+    new_actor,
+)
 from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.runtime.placement import (
     check_cpus,
@@ -27,11 +34,14 @@ from glm5_next.launchers.runtime.placement import (
     init_arguments,
     is_local,
     server_options,
+    shared_ranks,
     trainer_options,
 )
 from glm5_next.launchers.runtime.reaper import Reaper
 from glm5_next.plugins.config import Glm5NextConfig
 
+# What trainers need GPU memory for: colocated servers give theirs back before.
+NEEDS_ROOM = frozenset({"train", "score", "probe_replay"})
 START_DEADLINE = 300.0  # seconds until every rank and engine has loaded its weights
 # A killed rank makes its neighbours fail too, sometimes first: so long is waited for the news that one is dead.
 SECONDS_FOR_DEATHS = 3.0
@@ -57,6 +67,8 @@ class Cluster:
             if run.rollout.engine == "transformers"
             else Servers(run, model, run_dir, self._new_server, local=is_local())
         )
+        self.colocated = run.rollout.placement == "colocated"
+        self._guests: dict[str, dict[str, Any]] = {}  # Ray options of colocated servers, by name
         self._watches: dict[Any, str] = {}
         self._unanswered: dict[str, tuple[str, ...]] = {}  # what is asked -> who has not answered yet
 
@@ -92,7 +104,10 @@ class Cluster:
             self._reaper.close()
 
     def train(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls a method of every trainer rank and returns their answers by rank."""
+        """Calls a method of every trainer rank and returns their answers by rank. Before they compute, colocated servers
+        give their memory back."""
+        if self.colocated and self.servers is not None and method in NEEDS_ROOM:
+            self.servers.release()
         shared = [ray.put(arg) for arg in args]
         calls = {name: actor.call.remote(method, *shared, **kwargs) for name, actor in self.trainers.items()}
         return self._answers(calls, method)
@@ -101,6 +116,8 @@ class Cluster:
         """Rank 0 sends the weights to all engines. Returns the bytes of one copy."""
         self.version = version
         if self.servers is not None:
+            if self.colocated:
+                self.train("make_room")
             num_bytes = self.servers.publish(version, self._send)
             self._reaper.all_started()  # servers that died are started again
             return num_bytes
@@ -142,11 +159,12 @@ class Cluster:
     def _start(self) -> None:
         run = self.run
         embedded = run.rollout.num_engines if self.servers is None else 0
-        places = trainer_options(run.parallel.ranks, embedded)
+        guests = run.rollout.num_engines if self.colocated else embedded
+        places = trainer_options(run.parallel.ranks, guests)
         hosts = [rank % len(places) for rank in range(embedded)]  # the ranks whose GPUs the embedded engines share
-        self.trainers = {f"trainer rank {rank}": _actor(TrainerRank, **place) for rank, place in enumerate(places)}
+        self.trainers = {f"trainer rank {rank}": new_actor(TrainerRank, **place) for rank, place in enumerate(places)}
         self.engines = {
-            f"engine {number}": _actor(EngineProcess, **guest_options(places[host]))
+            f"engine {number}": new_actor(EngineProcess, **guest_options(places[host]))
             for number, host in enumerate(hosts)
         }
         actors = self.trainers | self.engines
@@ -162,6 +180,8 @@ class Cluster:
             "batch_size": run.rollout.batch_size,
             "num_threads": max(1, (os.cpu_count() or 1) // len(actors)),
         }
+        if self.servers is not None and self.colocated:
+            self._start_colocated(self.servers, places, gpus)
         starts = {
             name: actor.start.remote(run, rank, address) for rank, (name, actor) in enumerate(self.trainers.items())
         }
@@ -170,13 +190,26 @@ class Cluster:
             for (name, actor), host in zip(self.engines.items(), hosts)
         }
         if self.servers is not None:
-            self.servers.start()
+            if not self.colocated:
+                self.servers.start()
             self.process_ids |= self.servers.process_ids
         self._answers(starts, "start", deadline=START_DEADLINE)
 
-    def _new_server(self) -> Any:
+    def _start_colocated(self, servers: Servers, places: list[dict[str, Any]], gpus: list[list[str]]) -> None:
+        """Before the trainers load anything: a server measures the memory that is free."""
+        for number in range(self.run.rollout.num_engines):
+            ranks = shared_ranks(places, number, self.run.rollout.engine_tp)
+            self._guests[f"engine {number}"] = guest_options(places[ranks[0]])
+            servers.gpus[f"engine {number}"] = [gpu for rank in ranks for gpu in gpus[rank]]
+        servers.start()
+
+    def _new_server(self, name: str) -> Any:
         rollout = self.run.rollout
-        return _actor(EngineServer, **server_options(self.run.parallel.ranks, rollout.num_engines, rollout.engine_tp))
+        if self.colocated:
+            return new_actor(EngineServer, **self._guests[name])
+        return new_actor(
+            EngineServer, **server_options(self.run.parallel.ranks, rollout.num_engines, rollout.engine_tp)
+        )
 
     def _send(self, order: Order) -> Outcome:
         return next(outcome for outcome in self.train("publish_to_servers", order) if outcome is not None)
@@ -215,12 +248,6 @@ class Cluster:
         if dead:
             return WorkerFailed(f"{self._watches[dead[0]]} died during {what}: its process was killed or crashed")
         return WorkerFailed(f"{name} failed in {what}: {describe(cause)}")
-
-
-def _actor(kind: type[Process], **place: Any) -> Any:
-    """A new process, never restarted: a rank that lost its memory cannot join in again."""
-    options = {"num_cpus": 1, "max_restarts": 0, "concurrency_groups": {"watch": 1}, **place}
-    return ray.remote(**options)(kind).remote()  # type: ignore
 
 
 @contextmanager

@@ -214,18 +214,18 @@ class Controller:
         return Batch(samples=samples, advantages=advantages, plan=plan)
 
     def _publish(self, probes: Sequence[Sample]) -> None:
-        """New weights to the engines, then the same tokens scored on both sides: derived copies escape checksums.
+        """New weights to the engines, and the same tokens scored on both sides: derived copies escape checksums.
 
         What an engine derives from stale weights shows in every probe; a near tie of the router, which rounding may
         decide differently on the two sides, only in one of them. So the median over probes has to be small.
         """
-        self.cluster.publish(self.state.weights_version)
         ours = self._score(probes, replayed=False)
         if not all(np.isfinite(scores).all() for scores in ours.values()):
             raise RuntimeError(
                 f"the model's log-probabilities are not finite after this update; optimizer.lr = {self.run.optimizer.lr} "
                 "is too large, or the rewards are"
             )
+        self.cluster.publish(self.state.weights_version)
         for number, theirs in enumerate(self.cluster.score([probe.tokens for probe in probes])):
             medians = [np.median(np.abs(ours[probe.sample_id] - other)) for probe, other in zip(probes, theirs)]
             difference = float(np.median(medians))

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -63,7 +64,7 @@ def trainer_options(ranks: int, guests: int = 0, deadline: float = PLACEMENT_DEA
     """Ray options of each rank's process. With a GPU for each: consecutive ranks on one node, so that tensor-parallel
     groups never leave it; with fewer, all ranks are on CPUs (a job on a cluster has counted its GPUs before).
 
-    `guests` are embedded engines: there is a CPU for each beside the rank whose GPU it shares (`guest_options`).
+    `guests` are engines that share the ranks' GPUs: there is a CPU for each beside its rank (`guest_options`).
     Raises ValueError for ranks that do not fill nodes, WorkerFailed if the GPUs are not free in time.
     """
     gpus = sorted(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
@@ -87,6 +88,21 @@ def trainer_options(ranks: int, guests: int = 0, deadline: float = PLACEMENT_DEA
 
 
 def guest_options(host: dict[str, Any]) -> dict[str, Any]:
-    """Ray options of an embedded engine that shares the GPU of the trainer rank with these options: the same place, and
-    no GPU of its own in Ray's books."""
+    """Ray options of an engine that shares the GPU of the trainer rank with these options: the same place, and no GPU of
+    its own in Ray's books."""
     return {name: value for name, value in host.items() if name != "num_gpus"}
+
+
+def shared_ranks(places: Sequence[Mapping[str, Any]], number: int, tp: int) -> range:
+    """The trainer ranks, with these options, whose GPUs colocated server `number` shares, one for each of its ranks.
+
+    Raises ValueError unless they are on one node.
+    """
+    ranks = range(number * tp, (number + 1) * tp)
+    nodes = {getattr(places[rank].get("scheduling_strategy"), "placement_group_bundle_index", 0) for rank in ranks}
+    if len(nodes) > 1:
+        raise ValueError(
+            f"rollout.engine_tp is {tp}: a colocated server would share trainer ranks {ranks[0]}-{ranks[-1]}, which are not "
+            "all on one node; choose a size that divides the GPUs of a node"
+        )
+    return ranks

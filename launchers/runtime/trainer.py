@@ -1,7 +1,6 @@
 """One Megatron rank of a training run: what the controller calls, rank by rank."""
 
 import resource
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from glm5_next.bridge.export import export_weights, save_hf_folder
 from glm5_next.bridge.load import load_weights
 from glm5_next.launchers.config import RunConfig
 from glm5_next.launchers.engines.order import Order, Outcome
-from glm5_next.launchers.engines.publisher import EnginesFailed, Publisher
 from glm5_next.launchers.packing import MicroBatch, Scores, pack_row, plan_digest
 from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.run_state import RunState
@@ -25,8 +23,8 @@ from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkp
 from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
 from glm5_next.launchers.runtime.rank_replay import RankReplay
 from glm5_next.launchers.runtime.replay_probe import Sightings
+from glm5_next.launchers.runtime.server_updates import ServerUpdates
 from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
-from glm5_next.launchers.runtime.weight_digest import weight_digest
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.megatron_config import backend_settings, megatron_config
@@ -58,7 +56,7 @@ class Trainer:
         self.reference = self._loaded_chunks() if run.grpo.kl_coef > 0 else None
         self.chunks = wrap_ddp(chunks, self.megatron, distributed_optimizer=run.parallel.distributed_optimizer)
         self.optimizer, self.scheduler = build_optimizer(run, self.chunks)
-        self.publisher: Publisher | None = None
+        self.updates = ServerUpdates(self._exported, self.source, self.origin.export_dtype, self.device)
         self.replay = RankReplay(ReplayPlan.of(run.replay, self.model), self.chunks, self.device)
         self.passes = 2 if run.train.recompute == "full" else 1  # of a row through every layer in a training step
 
@@ -112,7 +110,7 @@ class Trainer:
 
     def publish(self, sinks: Sequence[WeightSink], version: int) -> int:
         """Sends the current weights to the engines and checks their bits. Returns the bytes sent (rank 0)."""
-        weights = export_weights(self.chunks, self.model, self.origin.export_dtype)
+        weights = self._exported()
         if self.rank == 0:
             return publish(weights, sinks, version)
         for _ in weights:
@@ -121,27 +119,17 @@ class Trainer:
 
     def publish_to_servers(self, order: Order) -> Outcome | None:
         """The same to servers; their failures are in the outcome (rank 0)."""
-        weights = export_weights(self.chunks, self.model, self.origin.export_dtype)
-        if order.run.rollout.transport == "disk":
-            return self._publish_folder(order)
-        if self.rank != 0:
-            for _ in weights:
-                pass
-            return None
-        publisher = self._publisher(order)
-        try:
-            return Outcome(publish(weights, [publisher], order.version), {})
-        except EnginesFailed as failure:
-            self._drop_publisher()
-            return Outcome(0, failure.reasons)
-        finally:
-            for _ in weights:  # the other ranks are still in the export
-                pass
+        return self.updates.publish(order)
+
+    def make_room(self) -> None:
+        """Gives GPU memory that nothing uses back, for an engine on the same GPU."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def export(self, out: Path) -> None:
         """Writes a complete Hugging Face folder; the rest of it comes from the checkpoint the run started from."""
         save_hf_folder(
-            export_weights(self.chunks, self.model, self.origin.export_dtype),
+            self._exported(),
             self.source,
             out,
             dtype=self.origin.export_dtype,
@@ -153,48 +141,8 @@ class Trainer:
     def load(self, folder: Path) -> RunState:
         return load_checkpoint(folder, self.chunks, self.optimizer, self.scheduler)
 
-    def _publish_folder(self, order: Order) -> Outcome | None:
-        """Weights go through a folder that is written anew; engines read it themselves."""
-        digests: dict[str, str] = {}
-        sent = 0
-
-        def noted() -> Iterator[tuple[str, torch.Tensor]]:
-            nonlocal sent
-            for name, tensor in export_weights(self.chunks, self.model, self.origin.export_dtype):
-                if self.rank == 0:
-                    digests[name] = weight_digest(tensor, tensor.dtype)
-                    sent += tensor.nbytes
-                yield name, tensor
-
-        if self.rank == 0:
-            shutil.rmtree(order.folder, ignore_errors=True)
-        save_hf_folder(noted(), self.source, order.folder, dtype=self.origin.export_dtype)
-        if self.rank != 0:
-            return None
-        publisher = self._publisher(order)
-        try:
-            publisher.begin_update(order.version)
-            publisher.load_folder(order.folder)
-            publisher.commit_update(digests)
-        except EnginesFailed as failure:
-            self._drop_publisher()
-            return Outcome(0, failure.reasons)
-        finally:
-            shutil.rmtree(order.folder)
-        return Outcome(sent, {})
-
-    def _publisher(self, order: Order) -> Publisher:
-        """Kept from update to update, while the engines are the same."""
-        if self.publisher is None or self.publisher.addresses != order.addresses:
-            self._drop_publisher()
-            self.publisher = Publisher.of(order, self.model)
-        self.publisher.fresh = set(order.fresh)
-        return self.publisher
-
-    def _drop_publisher(self) -> None:
-        if self.publisher is not None:
-            self.publisher.close()
-        self.publisher = None
+    def _exported(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return export_weights(self.chunks, self.model, self.origin.export_dtype)
 
     def _loaded_chunks(self) -> list[torch.nn.Module]:
         chunks = build_chunks(self.megatron)

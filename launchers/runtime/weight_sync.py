@@ -30,10 +30,15 @@ def publish(weights: Iterable[tuple[str, Tensor]], sinks: Sequence[WeightSink], 
 
     Raises RuntimeError that names tensors which differ, are missing or were never sent; the engine is then unusable.
     """
+    return publish_buckets(buckets(weights), sinks, version)
+
+
+def publish_buckets(stream: Iterable[Bucket], sinks: Sequence[WeightSink], version: int) -> int:
+    """The same for a stream that is cut already."""
     for sink in sinks:
         sink.begin_update(version)
     digests, sent = {}, 0
-    for bucket in _buckets(weights):
+    for bucket in stream:
         for name, tensor in bucket:
             digests[name] = weight_digest(tensor, tensor.dtype)
             sent += tensor.nbytes
@@ -53,12 +58,15 @@ def check_digests(sent: Mapping[str, str], held: Mapping[str, str], where: str) 
         )
 
 
-def _buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """Cuts the stream into pieces of about `BUCKET_BYTES`, never inside a tensor or a group that servers fuse."""
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """Cuts the stream into pieces of about `BUCKET_BYTES`, never inside a tensor or a group that servers fuse.
+
+    The same on every rank that exports the same weights.
+    """
     bucket: Bucket = []
     size = 0
     for _, group in groupby(weights, key=lambda item: together(item[0])):
-        tensors = [(name, tensor.cpu()) for name, tensor in group]
+        tensors = list(group)
         added = sum(tensor.nbytes for _, tensor in tensors)
         if bucket and size + added > BUCKET_BYTES:
             yield bucket

@@ -200,7 +200,7 @@ def test_resampling_ends_at_its_cap(rounds, tmp_path):
 
 def test_nothing_is_sampled_between_an_update_and_its_publication(tmp_path):
     loop = Loop(tmp_path, "grpo.drop_zero_spread=false").go()
-    step = ["generate", "train", "publish", "score", "engine score"]
+    step = ["generate", "train", "score", "publish", "engine score"]
     assert loop.cluster.names() == ["generate", "score", *4 * step, "save", "saved"]
     assert loop.cluster.versions == [1, 2, 3, 4]
     assert [record["weights_version"] for record in loop.records] == [0, 1, 2, 3]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 import pytest
 
-from glm5_next.launchers.config_sections import RolloutSection
+from glm5_next.launchers.config_rollout import RolloutSection
 from glm5_next.launchers.engines.client import Request
 from glm5_next.launchers.engines.fleet import Fleet
 from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, Unreachable
