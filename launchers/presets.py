@@ -127,6 +127,8 @@ PRESETS = {
     "8x8": _preset(Cluster(8, 8, 141), tp=8, pp=2, ep=16),
     "16x8": _preset(Cluster(16, 8, 141), tp=8, pp=4, ep=16),
     "slice-1x8": _slice(Cluster(1, 8, 141), 4, {"num_engines": 1, "engine_tp": 4}),
+    # Servers on the GPUs that train: they sleep meanwhile.
+    "slice-1x8-colocated": _slice(Cluster(1, 8, 141), 8, {"placement": "colocated", "num_engines": 1, "engine_tp": 8}),
     # One card has no room for a server beside the trainer: the embedded engine samples, on the same card.
     "slice-1x1": _slice(Cluster(1, 1, 141), 1, {"engine": "transformers", "num_engines": 1, "engine_tp": 1}),
 }

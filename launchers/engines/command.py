@@ -15,6 +15,7 @@ from glm5_next.plugins.config import Glm5NextConfig
 RECORDING_RUNNERS = ("deep_gemm", "triton", "flashinfer_trtllm_routed")
 KPOOL_BACKENDS = ("tilelang", "fa3", "trtllm")  # sparse attention that knows pooled indexers
 ENGINE_PYTHON = "GLM5_NEXT_ENGINE_PYTHON"  # set in our image, where SGLang has an environment of its own
+SHARE_OF_GPU = "0.4"  # of its memory, for a server that shares it with a trainer rank; a later flag wins
 EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
@@ -41,7 +42,9 @@ def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> 
         yield f"{flag} shows the key in the list of processes; it comes by {{key_config}} (SGLang) or VLLM_API_KEY (vLLM)"
     if "tiny_server" not in " ".join(words):
         yield from (_sglang_problems if run.rollout.engine == "sglang" else _vllm_problems)(flags, replays, model)
-        if run.rollout.engine == "vllm" and run.rollout.transport == "distributed":
+        if run.rollout.placement == "colocated":
+            yield from _colocated_problems(run.rollout.engine, flags)
+        elif run.rollout.engine == "vllm" and run.rollout.transport == "distributed":
             yield (
                 "rollout.transport 'distributed': vLLM's end of an NCCL group (StatelessProcessGroup) is not the one that "
                 "torch makes here; use rollout.transport = 'disk'"
@@ -57,6 +60,7 @@ def _sglang(run: RunConfig) -> tuple[str, ...]:
         *("--kv-cache-dtype", "bf16", "--moe-runner-backend", "deep_gemm"),
         *("--max-running-requests", str(run.rollout.batch_size)),
         *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
+        *(("--enable-memory-saver", "--mem-fraction-static", SHARE_OF_GPU) if _is_guest(run) else ()),
     )
 
 
@@ -65,10 +69,25 @@ def _vllm(run: RunConfig) -> tuple[str, ...]:
         *("vllm", "serve", "{checkpoint}", "--host", "{host}", "--port", "{port}"),
         *("--tensor-parallel-size", str(run.rollout.engine_tp), "--max-num-seqs", str(run.rollout.batch_size)),
         *("--middleware", "glm5_next.launchers.engines.vllm_middleware.RequireKey"),
-        *("--weight-transfer-config", json.dumps({"backend": "nccl"})),
+        *("--weight-transfer-config", json.dumps({"backend": "ipc" if _is_guest(run) else "nccl"})),
         *("--logprobs-mode", "raw_logprobs", "--enable-prompt-tokens-details"),
         *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
+        *(("--enable-sleep-mode", "--gpu-memory-utilization", SHARE_OF_GPU) if _is_guest(run) else ()),
     )
+
+
+def _is_guest(run: RunConfig) -> bool:
+    return run.rollout.placement == "colocated"
+
+
+def _colocated_problems(engine: str, flags: dict[str, str]) -> Iterator[str]:
+    """Without these flags a server says that it has given its memory back, and keeps it."""
+    wanted = "--enable-memory-saver" if engine == "sglang" else "--enable-sleep-mode"
+    if wanted not in flags:
+        yield f"rollout.placement = 'colocated' needs {wanted}"
+    transfer = flags.get("--weight-transfer-config", "")
+    if engine == "vllm" and '"ipc"' not in transfer:
+        yield f"--weight-transfer-config {transfer}: rollout.placement = 'colocated' needs the backend \"ipc\""
 
 
 def _sglang_problems(flags: dict[str, str], replays: bool, model: Glm5NextConfig) -> Iterator[str]:

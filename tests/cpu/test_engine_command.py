@@ -51,6 +51,18 @@ def test_vllm_takes_weights_from_a_folder_only():
         engine_command(settings("vllm", **{"rollout.transport": "distributed"}), MODEL)
 
 
+@pytest.mark.parametrize(("engine", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
+def test_a_colocated_server_has_to_be_able_to_give_its_memory_back(engine, flag):
+    here = {"rollout.placement": "colocated", "rollout.transport": "distributed", "parallel.ranks": "8"}
+    run = settings(engine, "--dtype", "bfloat16", **here)
+    words = engine_command(run, MODEL)
+    assert flag in words and flag not in engine_command(settings(engine), MODEL)
+    for missing in (flag, *(['{"backend": "ipc"}'] if engine == "vllm" else [])):
+        own = run.rollout.model_copy(update={"launch": tuple(word for word in words if word != missing)})
+        with pytest.raises(ValueError, match=r"rollout\.placement = 'colocated' needs"):
+            engine_command(run.model_copy(update={"rollout": own}), MODEL)
+
+
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_flag_that_cannot_work_is_refused_by_name(case):
     engine, flags, message = REFUSED[case]

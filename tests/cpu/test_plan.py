@@ -144,7 +144,8 @@ def test_plan_accepts_every_preset(name):
     result = CliRunner().invoke(app, ["plan", "--preset", name])
     assert result.exit_code == 0 and f"{name} fits" in result.output and "host memory" in result.output, result.output
     parallel, rollout = preset.values["parallel"], preset.values["rollout"]
-    servers = rollout["num_engines"] * rollout["engine_tp"] if rollout["engine"] == "sglang" else 0
+    has_gpus = rollout["engine"] == "sglang" and rollout.get("placement") != "colocated"
+    servers = rollout["num_engines"] * rollout["engine_tp"] if has_gpus else 0
     assert parallel["ranks"] + servers == preset.cluster.gpus
     assert parallel["tp"] <= preset.cluster.gpus_per_node
 
