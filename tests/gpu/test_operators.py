@@ -13,7 +13,7 @@ ROWS = [(1,), (63,), (64,), (65,), (2048,), (2051,), (2052,), (8192,), (1, 63, 7
 BACKENDS = [(operator, backend.name) for operator, backends in OPERATORS.items() for backend in backends]
 # What is summed by atomic additions, in an order that differs from run to run.
 ATOMIC = {("sparse_attention", "flash_mla"): {"dlatent"}, ("sparse_attention", "tilelang"): {"dlatent"}}
-ALTERED_ROW = (1, 63, 700)
+ALTERED_ROW = (1, 63, 2700)  # the last document has more pools than are kept
 
 
 @lru_cache(maxsize=1)
@@ -75,4 +75,4 @@ def test_gradient_of_strong_decays(backend, bounds):
     assert found.pop("dgate") <= bounds[0] and found.pop("ddt_bias") <= bounds[1] and found.pop("dA_log") <= bounds[1]
     assert max(found.values()) <= case.bound("out")
     slope = (got["dgate"].double() * wanted["dgate"]).sum() / wanted["dgate"].double().square().sum()
-    assert slope == pytest.approx(1, abs=1e-3), "the gradient is biased"
+    assert slope.item() == pytest.approx(1, abs=1e-3), "the gradient is biased"
