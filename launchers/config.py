@@ -213,10 +213,11 @@ def _conflicts(config: RunConfig) -> Iterator[str]:
             f"replay.routing_weights is 'engine' but replay.routing is {config.replay.routing!r}: the engine's weights "
             "belong to the engine's experts"
         )
-    unrecorded = {"replay.indexer": config.replay.indexer, "replay.routing_weights": config.replay.routing_weights}
-    for key, value in unrecorded.items():
-        if value == "engine" and rollout.engine != "transformers":
-            yield f"{key} is 'engine' but rollout.engine is {rollout.engine!r}, which hands over experts only"
+    if config.replay.routing_weights == "engine" and rollout.engine != "transformers":
+        yield (
+            f"replay.routing_weights is 'engine' but rollout.engine is {rollout.engine!r}, which hands over no weights "
+            "of experts"
+        )
     if optimizer.min_lr > optimizer.lr:
         yield f"optimizer.min_lr ({optimizer.min_lr}) exceeds optimizer.lr ({optimizer.lr})"
     if optimizer.warmup_steps > train.steps:

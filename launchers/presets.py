@@ -36,7 +36,7 @@ TINY_HTTP: dict[str, Any] = TINY | {
             "{python}",
             "-m",
             "glm5_next.launchers.engines.tiny_server",
-            *("--protocol", "sglang", "--checkpoint", "{checkpoint}", "--precision", "fp32"),
+            *("--protocol", "sglang", "--checkpoint", "{checkpoint}", "--precision", "fp32", "--picks", "recorded"),
             *("--host", "{host}", "--port", "{port}", "--key-file", "{key_file}"),
         ],
         "request_deadline": 60.0,
@@ -44,7 +44,6 @@ TINY_HTTP: dict[str, Any] = TINY | {
         "step_deadline": 180.0,
         "start_deadline": 120.0,
     },
-    "replay": {"routing": "engine"},  # servers hand over experts only
     "train": TINY["train"] | {"steps": 10},
 }
 

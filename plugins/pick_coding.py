@@ -14,6 +14,7 @@ from itertools import accumulate
 import numpy as np
 
 CHUNK = 128  # tokens that are coded together
+UNUSED = np.int32(np.iinfo(np.int32).max)  # sorts behind every pool
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +86,11 @@ def visible_pools(first: int, length: int, kpool: int) -> np.ndarray:
     return (np.arange(first, first + length) + 1) // kpool
 
 
+def first_choice(kpool: int, num_selected: int) -> int:
+    """Position of the first token that sees more pools than it takes; before it there is nothing to record."""
+    return (num_selected + 1) * kpool - 1
+
+
 def encode_picks(pools: np.ndarray, *, layers: tuple[int, ...], kpool: int, first: int = 0, name: str) -> PickRecord:
     """Codes pool ids of any integer type `[tokens, layers, num_selected]`, in any order, -1 in unused slots.
 
@@ -94,7 +100,7 @@ def encode_picks(pools: np.ndarray, *, layers: tuple[int, ...], kpool: int, firs
     _check_form(pools, layers, name)
     num_tokens, _, num_selected = pools.shape
     visible = visible_pools(first, num_tokens, kpool)
-    ordered = np.sort(np.where(pools < 0, np.iinfo(np.int32).max, pools), axis=-1).astype(np.int32)
+    ordered = np.sort(np.where(pools < 0, UNUSED, pools), axis=-1).astype(np.int32)
     holes = (pools < 0).all(-1)
     _check_choices(ordered, visible, holes, layers, first, name)
     holes &= (visible > num_selected)[:, None]
@@ -148,7 +154,7 @@ def _check_choices(
     ordered: np.ndarray, visible: np.ndarray, holes: np.ndarray, layers: tuple[int, ...], first: int, name: str
 ) -> None:
     wanted = np.minimum(visible, ordered.shape[-1])[:, None]
-    used = ordered != np.iinfo(np.int32).max
+    used = ordered != UNUSED
     problems = {
         "is picked twice: the engine sent zeros or token positions": (
             (ordered[..., 1:] == ordered[..., :-1]) & used[..., 1:]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Wire
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -89,7 +90,7 @@ class EngineClient(Protocol):
     async def healthy(self) -> bool: ...
 
     async def generate(self, request: Request, deadline: float) -> Completion:
-        """Samples at temperature 1; log-probabilities are raw, routes are there if the run wants them."""
+        """Samples at temperature 1; log-probabilities are raw; what the engine chose is there as far as the run wants it."""
         ...
 
     async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
@@ -158,8 +159,8 @@ class EngineClient(Protocol):
 class HttpClient:
     """What is the same in every protocol over HTTP."""
 
-    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], routes: bool):
-        self.name, self.model, self.stop_tokens, self.routes = address.name, model, list(stop_tokens), routes
+    def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], recording: Recording):
+        self.name, self.model, self.stop_tokens, self.recording = address.name, model, list(stop_tokens), recording
         self.wire = Wire(address)
 
     async def healthy(self) -> bool:

@@ -17,5 +17,5 @@ def client_of(address: Address, run: RunConfig, model: Glm5NextConfig) -> Engine
         address,
         model,
         stop_tokens=sorted(stop_tokens(run.model.checkpoint)),
-        routes=Recording.of(run.replay).routes,
+        recording=Recording.of(run.replay),
     )

@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from glm5_next.launchers.config import RunConfig
+from glm5_next.launchers.engines.vllm_picks import OPTION
 from glm5_next.launchers.replay_plan import Recording
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -17,6 +18,11 @@ KPOOL_BACKENDS = ("tilelang", "fa3", "trtllm")  # sparse attention that knows po
 ENGINE_PYTHON = "GLM5_NEXT_ENGINE_PYTHON"  # set in our image, where SGLang has an environment of its own
 SHARE_OF_GPU = "0.4"  # of its memory, for a server that shares it with a trainer rank; a later flag wins
 EVERYWHERE = ("0.0.0.0", "::", "*")
+# Of SGLang: KV that no pass of this server computed, other rows on every rank, or two models on one recorder.
+SPOIL_PICKS = (
+    *("--enable-hierarchical-cache", "--enable-hisparse", "--disaggregation-mode", "--speculative-algorithm"),
+    *("--attention-context-parallel-size", "--attn-cp-size"),
+)
 
 
 def engine_command(run: RunConfig, model: Glm5NextConfig) -> tuple[str, ...]:
@@ -35,13 +41,13 @@ def engine_command(run: RunConfig, model: Glm5NextConfig) -> tuple[str, ...]:
 def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> Iterator[str]:
     """What is wrong with a server's command, one sentence each."""
     flags = _flags(words)
-    replays = Recording.of(run.replay).routes
+    recording = Recording.of(run.replay)
     if flags.get("--host") in EVERYWHERE:
         yield f"--host {flags['--host']} listens on every interface; use {{host}}"
     for flag in {"--api-key", "--admin-api-key"} & flags.keys():
         yield f"{flag} shows the key in the list of processes; it comes by {{key_config}} (SGLang) or VLLM_API_KEY (vLLM)"
     if "tiny_server" not in " ".join(words):
-        yield from (_sglang_problems if run.rollout.engine == "sglang" else _vllm_problems)(flags, replays, model)
+        yield from (_sglang_problems if run.rollout.engine == "sglang" else _vllm_problems)(flags, recording, model)
         if run.rollout.placement == "colocated":
             yield from _colocated_problems(run.rollout.engine, flags)
         elif run.rollout.engine == "vllm" and run.rollout.transport == "distributed":
@@ -52,6 +58,7 @@ def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> 
 
 
 def _sglang(run: RunConfig) -> tuple[str, ...]:
+    recording = Recording.of(run.replay)
     return (
         os.environ.get(ENGINE_PYTHON, "python3"),
         *("-m", "sglang.launch_server", "--model-path", "{checkpoint}", "--config", "{key_config}"),
@@ -59,19 +66,22 @@ def _sglang(run: RunConfig) -> tuple[str, ...]:
         *("--dsa-prefill-backend", "tilelang", "--dsa-decode-backend", "tilelang"),
         *("--kv-cache-dtype", "bf16", "--moe-runner-backend", "deep_gemm"),
         *("--max-running-requests", str(run.rollout.batch_size)),
-        *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
+        *(("--enable-return-routed-experts",) if recording.routes else ()),
+        *(("--enable-return-indexer-topk",) if recording.picks else ()),
         *(("--enable-memory-saver", "--mem-fraction-static", SHARE_OF_GPU) if _is_guest(run) else ()),
     )
 
 
 def _vllm(run: RunConfig) -> tuple[str, ...]:
+    recording = Recording.of(run.replay)
     return (
         *("vllm", "serve", "{checkpoint}", "--host", "{host}", "--port", "{port}"),
         *("--tensor-parallel-size", str(run.rollout.engine_tp), "--max-num-seqs", str(run.rollout.batch_size)),
         *("--middleware", "glm5_next.launchers.engines.vllm_middleware.RequireKey"),
         *("--weight-transfer-config", json.dumps({"backend": "ipc" if _is_guest(run) else "nccl"})),
         *("--logprobs-mode", "raw_logprobs", "--enable-prompt-tokens-details"),
-        *(("--enable-return-routed-experts",) if Recording.of(run.replay).routes else ()),
+        *(("--enable-return-routed-experts",) if recording.routes or recording.picks else ()),
+        *(("--additional-config", json.dumps({OPTION: True})) if recording.picks else ()),
         *(("--enable-sleep-mode", "--gpu-memory-utilization", SHARE_OF_GPU) if _is_guest(run) else ()),
     )
 
@@ -90,23 +100,19 @@ def _colocated_problems(engine: str, flags: dict[str, str]) -> Iterator[str]:
         yield f"--weight-transfer-config {transfer}: rollout.placement = 'colocated' needs the backend \"ipc\""
 
 
-def _sglang_problems(flags: dict[str, str], replays: bool, model: Glm5NextConfig) -> Iterator[str]:
+def _sglang_problems(flags: dict[str, str], recording: Recording, model: Glm5NextConfig) -> Iterator[str]:
     runner = flags.get("--moe-runner-backend", "auto")
-    if replays and runner not in RECORDING_RUNNERS:
+    if recording.routes and runner not in RECORDING_RUNNERS:
         yield (
             f"--moe-runner-backend {runner} returns zeros for routed experts (auto is flashinfer_trtllm on newer GPUs); "
             f"replay.routing = 'engine' needs one of {', '.join(RECORDING_RUNNERS)}"
         )
-    if replays and "--enable-return-routed-experts" not in flags:
+    if recording.routes and "--enable-return-routed-experts" not in flags:
         yield "replay.routing = 'engine' needs --enable-return-routed-experts"
-    if replays and any(flag.startswith("--speculative") for flag in flags):
+    if recording.routes and any(flag.startswith("--speculative") for flag in flags):
         yield "speculative decoding overwrites the recorded experts with the draft model's; replay.routing must be 'off'"
     if model.index_kpool > 1:
-        if "--enable-return-indexer-topk" in flags:
-            yield (
-                f"--enable-return-indexer-topk returns zeros for a pooled indexer (index_kpool = {model.index_kpool}): "
-                "IndexerKPool never calls the recorder"
-            )
+        yield from _pick_problems(flags, recording.picks, model)
         for flag in ("--dsa-prefill-backend", "--dsa-decode-backend"):
             if flags.get(flag, "auto") not in KPOOL_BACKENDS:
                 yield f"{flag} {flags.get(flag, 'auto')}: a pooled indexer needs one of {', '.join(KPOOL_BACKENDS)}"
@@ -117,16 +123,36 @@ def _sglang_problems(flags: dict[str, str], replays: bool, model: Glm5NextConfig
             yield f"{flag} {flags[flag]}: a server takes weights with tensor parallelism only"
 
 
-def _vllm_problems(flags: dict[str, str], replays: bool, model: Glm5NextConfig) -> Iterator[str]:
+def _pick_problems(flags: dict[str, str], wanted: bool, model: Glm5NextConfig) -> Iterator[str]:
+    """Of SGLang with a pooled indexer."""
+    asked = "--enable-return-indexer-topk" in flags
+    if asked and not wanted:
+        yield (
+            f"--enable-return-indexer-topk returns zeros for a pooled indexer (index_kpool = {model.index_kpool}): "
+            "IndexerKPool never calls the recorder; replay.indexer = 'engine' has our plugin record it"
+        )
+    if wanted and not asked:
+        yield "replay.indexer = 'engine' needs --enable-return-indexer-topk"
+    for flag in SPOIL_PICKS:
+        if wanted and flags.get(flag, "1") not in ("1", "null"):
+            yield f"{f'{flag} {flags[flag]}'.strip()}: the indexer's picks cannot be recorded with it; use replay.indexer = 'off'"
+
+
+def _vllm_problems(flags: dict[str, str], recording: Recording, model: Glm5NextConfig) -> Iterator[str]:
     if not flags.get("--middleware", "").endswith("RequireKey"):
         yield "without --middleware glm5_next.launchers.engines.vllm_middleware.RequireKey anybody can change the weights"
-    if replays and "--enable-return-routed-experts" not in flags:
-        yield "replay.routing = 'engine' needs --enable-return-routed-experts"
-    if replays and "--no-enable-prefix-caching" in flags:
+    records = recording.routes or recording.picks  # vLLM sends picks in the file of the experts
+    if records and "--enable-return-routed-experts" not in flags:
+        yield "replay from the engine needs --enable-return-routed-experts"
+    if recording.picks and OPTION not in flags.get("--additional-config", ""):
+        yield f"replay.indexer = 'engine' needs --additional-config {json.dumps({OPTION: True})}, which our plugin reads"
+    if recording.picks and any(flag.startswith("--speculative") for flag in flags):
+        yield "speculative decoding: which of the drafted tokens' picks count is not known; use replay.indexer = 'off'"
+    if records and "--no-enable-prefix-caching" in flags:
         yield "--no-enable-prefix-caching: vLLM returns routed experts with prefix caching only"
     parallel = ("--pipeline-parallel-size", "-pp", "--decode-context-parallel-size", "--prefill-context-parallel-size")
     for flag in parallel:
-        if replays and flags.get(flag, "1") != "1":
+        if records and flags.get(flag, "1") != "1":
             yield f"{flag} {flags[flag]}: vLLM does not return routed experts with it"
     if flags.get("--logprobs-mode", "raw_logprobs") != "raw_logprobs":
         yield f"--logprobs-mode {flags['--logprobs-mode']}: the trainer compares raw log-probabilities"

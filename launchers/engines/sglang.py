@@ -1,5 +1,6 @@
 """SGLang 0.5.23 as a rollout engine. Facts of the protocol: `entrypoints/http_server.py`, `managers/io_struct.py`."""
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from glm5_next.launchers.engines.client import (
     until_accepted,
     version_of,
 )
-from glm5_next.launchers.engines.payload import routes_from_int32
+from glm5_next.launchers.engines.payload import picks_from_raw, routes_from_int32
 from glm5_next.launchers.engines.shared_bucket import sglang_payload
 from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
@@ -45,10 +46,12 @@ class SGLangClient(HttpClient):
             "input_ids": list(request.prompt),
             "sampling_params": sampling,
             "return_logprob": True,
-            "return_routed_experts": self.routes,
+            "return_routed_experts": self.recording.routes,
+            "return_indexer_topk": self.recording.picks,
         }
         answer = await self.wire.post("/generate", body, deadline=deadline)
-        return self._completion(answer, len(request.prompt), f"{self.name}: /generate {request.id}")
+        where = f"{self.name}: /generate {request.id}"
+        return await asyncio.to_thread(self._completion, answer, len(request.prompt), where)
 
     async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
         body = {
@@ -191,14 +194,16 @@ class SGLangClient(HttpClient):
         tokens = field_of(answer, "output_ids", list, where)
         chosen, logprobs = _pairs(field_of(meta, "output_token_logprobs", list, where), where)
         check_tokens(tokens, chosen, logprobs, where)
-        routes = None
-        if self.routes and void is None:
-            payload = field_of(meta, "routed_experts", str, where)
-            routes = routes_from_int32(payload, prompt_length + len(tokens) - 1, self.model, where)
+        rows, routes, picks = prompt_length + len(tokens) - 1, None, None
+        if self.recording.routes and void is None:
+            routes = routes_from_int32(field_of(meta, "routed_experts", str, where), rows, self.model, where)
+        if self.recording.picks and void is None:
+            picks = picks_from_raw(field_of(meta, "indexer_topk", str, where), rows, self.model, where)
         return Completion(
             tokens=np.array(tokens, dtype=np.int32),
             logprobs=logprobs,
             routes=routes,
+            picks=picks,
             void=void,
             finish_reason="stop" if finish == "stop" else "length",
             weights_version=version_of(meta.get("weight_version"), meta.get("weight_versions"), where),

@@ -20,6 +20,7 @@ from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.engine import Completion
 from glm5_next.launchers.runtime.transformers_engine import TransformersEngine
+from glm5_next.plugins.pick_coding import PickRecord
 
 SECONDS_TO_GATHER = 0.01  # so long a batch waits for requests that are on their way
 MEMORY = ("weights", "kv_cache")
@@ -46,7 +47,7 @@ class ModelHost:
 
     def __init__(self, checkpoint: Path, *, precision: str, batch_size: int = 512):
         self.engine = TransformersEngine(
-            checkpoint, precision=precision, recording=Recording(routes=True), batch_size=batch_size
+            checkpoint, precision=precision, recording=Recording(routes=True, picks=True), batch_size=batch_size
         )
         self.checkpoint = Checkpoint(checkpoint)
         self.config = self.checkpoint.config
@@ -155,6 +156,12 @@ class ModelHost:
         rows = np.zeros((len(routes), self.config.num_layers, routes.shape[-1]), dtype=np.int32)
         rows[:, moe] = routes
         return rows
+
+    def pools(self, picks: PickRecord, sent: str) -> np.ndarray:
+        """int16 `[tokens, sparse-attention layers, pools]`, -1 unused: what our plugins hold in an engine where `sent` is "recorded", and
+        what broken ones would."""
+        pools = np.stack([picks.decode(layer) for layer in picks.layers], axis=1).astype(np.int16)
+        return {"recorded": pools, "unwritten": np.full_like(pools, -1), "zeros": np.zeros_like(pools)}[sent]
 
     def run(self, jobs: Sequence[Job]) -> None:
         """One batch. Responses to equal prompts share a prefill where every prompt has as many."""

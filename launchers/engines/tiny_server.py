@@ -83,6 +83,7 @@ def main(words: Sequence[str], wrap: Any = lambda protocol: protocol) -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--key-file", type=Path, required=True)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--picks", choices=("stock", "recorded", "unwritten", "zeros"), default="stock")
     options = parser.parse_args(words)
     key = read_key(options.key_file)
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -91,7 +92,9 @@ def main(words: Sequence[str], wrap: Any = lambda protocol: protocol) -> None:
     from glm5_next.launchers.engines.tiny_vllm import VllmProtocol
 
     protocols: dict[str, Any] = {"sglang": SGLangProtocol, "vllm": VllmProtocol}
-    protocol = protocols[options.protocol](ModelHost(options.checkpoint, precision=options.precision))
+    protocol = protocols[options.protocol](
+        ModelHost(options.checkpoint, precision=options.precision), picks=options.picks
+    )
     with Server((options.host, options.port), wrap(protocol), key) as server:
         print(f"listening on http://{options.host}:{server.server_address[1]}", flush=True)
         server.serve_forever()

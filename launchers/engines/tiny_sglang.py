@@ -1,13 +1,18 @@
 """SGLang 0.5.23's HTTP protocol on a `ModelHost`: the endpoints that a trainer uses, with their oddities.
 
-Unknown fields of a request are ignored, unknown sampling parameters refused; a flush is refused while busy.
+Unknown fields of a request are ignored, unknown sampling parameters refused; a flush is refused while busy. Picks of the
+indexer are zeros unless `picks` says what our plugin would send.
 """
 
 import base64
 from typing import Any
 
-from glm5_next.launchers.engines.tiny_host import Job
+import numpy as np
+
+from glm5_next.launchers.engines.tiny_host import Job, ModelHost
 from glm5_next.launchers.engines.tiny_sglang_weights import BAD_REQUEST, OK, Answer, SGLangWeights
+from glm5_next.launchers.runtime.engine import Completion
+from glm5_next.plugins.pick_coding import first_choice
 
 SAMPLING_PARAMETERS = frozenset(
     (
@@ -32,6 +37,10 @@ class SGLangProtocol(SGLangWeights):
     """`handle` answers one request; a text answer is sent as text, everything else as JSON."""
 
     open_paths = ("/health", "/ready", "/metrics")  # need no key
+
+    def __init__(self, host: ModelHost, *, tp: int = 1, picks: str = "stock"):
+        super().__init__(host, tp=tp)
+        self.picks = picks
 
     def handle(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         name = "do_" + path.strip("/").replace("/", "_")
@@ -114,7 +123,16 @@ class SGLangProtocol(SGLangWeights):
         if body.get("return_routed_experts") and completion.routes is not None:
             rows = self.host.all_layers(completion.routes)[body.get("routed_experts_start_len", 0) :]
             meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+        if body.get("return_indexer_topk"):
+            meta["indexer_topk"] = base64.b64encode(self._indexer_topk(completion).tobytes()).decode()
         return OK, {"text": "", "output_ids": tokens, "meta_info": meta}
+
+    def _indexer_topk(self, completion: Completion) -> np.ndarray:
+        picks, config = completion.picks, self.host.config
+        assert picks is not None
+        if self.picks == "stock":  # what no pooled indexer has written to
+            return np.zeros((picks.num_tokens, config.num_layers, config.index_topk), dtype=np.int32)
+        return self.host.pools(picks, self.picks)[first_choice(picks.kpool, picks.num_selected) :]
 
     def _meta(self, job: Job) -> dict[str, Any]:
         return {

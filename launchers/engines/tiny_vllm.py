@@ -1,6 +1,7 @@
 """vLLM 0.33's HTTP protocol on a `ModelHost`: the endpoints that a trainer uses, with their oddities.
 
-Requests are turned away (503) while generation is paused.
+Requests are turned away (503) while generation is paused. `picks` other than "stock" puts the indexer's choices behind the
+experts, as our plugin does.
 """
 
 import base64
@@ -9,14 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from glm5_next.launchers.engines.tiny_host import Job
+from glm5_next.launchers.engines.tiny_host import Job, ModelHost
 from glm5_next.launchers.engines.tiny_vllm_weights import OK, Answer, VllmWeights
+from glm5_next.launchers.runtime.engine import Completion
 
 
 class VllmProtocol(VllmWeights):
     """`handle` answers one request; a text answer is sent as text, everything else as JSON."""
 
     open_paths = ("/health",)  # need no key
+
+    def __init__(self, host: ModelHost, *, tp: int = 1, rebuilds: bool = True, picks: str = "stock"):
+        super().__init__(host, tp=tp, rebuilds=rebuilds)
+        self.picks = picks
 
     def handle(self, method: str, path: str, query: dict[str, str], body: dict[str, Any]) -> Answer:
         endpoint = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
@@ -72,15 +78,22 @@ class VllmProtocol(VllmWeights):
             return {"index": 0, "finish_reason": "abort", "token_ids": [], "routed_experts": None, "logprobs": None}
         tokens = completion.tokens.tolist()
         content = [{"token_id": token, "logprob": value} for token, value in zip(tokens, completion.logprobs.tolist())]
-        assert completion.routes is not None
         return {
             "index": 0,
             "finish_reason": completion.finish_reason,
             "token_ids": tokens,
             "logprobs": {"content": content} if "logprobs" in sampling else None,
-            "routed_experts": npy_base64(self.host.all_layers(completion.routes).astype(np.uint16)),
+            "routed_experts": npy_base64(self._rows(completion)),
             "weight_versions": [{"version": self.host.version, "start": 0, "end": len(tokens)}],
         }
+
+    def _rows(self, completion: Completion) -> np.ndarray:
+        assert completion.routes is not None and completion.picks is not None
+        experts = self.host.all_layers(completion.routes)
+        if self.picks == "stock":
+            return experts.astype(np.uint16)
+        parts = (experts, self.host.pools(completion.picks, self.picks))
+        return np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1).astype(np.int16)
 
     def _usage(self, job: Job) -> dict[str, Any]:
         return {"prompt_tokens": len(job.prompt), "prompt_tokens_details": {"cached_tokens": job.cached_tokens}}

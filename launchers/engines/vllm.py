@@ -1,6 +1,7 @@
 """vLLM 0.33 as a rollout engine, started with VLLM_SERVER_DEV_MODE=1. Facts of the protocol: `entrypoints/rl/online`,
 `entrypoints/scale_out/token_in_token_out`, `distributed/weight_transfer`."""
 
+import asyncio
 import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from glm5_next.launchers.engines.client import (
     until_accepted,
     version_of,
 )
-from glm5_next.launchers.engines.payload import routes_from_npy
+from glm5_next.launchers.engines.payload import routes_and_picks_from_npy, routes_from_npy
 from glm5_next.launchers.engines.shared_bucket import vllm_payload
 from glm5_next.launchers.engines.wire import EngineError, Malformed, Refused, field_of
 from glm5_next.launchers.runtime.engine import Completion
@@ -44,7 +45,7 @@ class VllmClient(HttpClient):
         answer = await self._ask(request.prompt, sampling, deadline, request_id=request.id)
         where = f"{self.name}: /inference/v1/generate {request.id}"
         (choice,) = field_of(answer, "choices", list, where) or [None]
-        return self._completion(choice, len(request.prompt), where)
+        return await asyncio.to_thread(self._completion, choice, len(request.prompt), where)
 
     async def score(self, tokens: Sequence[int], deadline: float) -> np.ndarray:
         answer = await self._ask(tokens, {"max_tokens": 1, "prompt_logprobs": 0}, deadline)
@@ -170,15 +171,18 @@ class VllmClient(HttpClient):
         chosen = [field_of(entry, "token_id", int, where) for entry in content]
         logprobs = np.array([field_of(entry, "logprob", (int, float), where) for entry in content], dtype=np.float32)
         check_tokens(tokens, chosen, logprobs, where)
-        routes = None
-        if self.routes:
+        rows, routes, picks = prompt_length + len(tokens) - 1, None, None
+        if self.recording.picks:
             payload = field_of(choice, "routed_experts", str, where)
-            routes = routes_from_npy(payload, prompt_length + len(tokens) - 1, self.model, where)
+            routes, picks = routes_and_picks_from_npy(payload, rows, self.model, where)
+        elif self.recording.routes:
+            routes = routes_from_npy(field_of(choice, "routed_experts", str, where), rows, self.model, where)
         spans = choice.get("weight_versions")
         return Completion(
             tokens=np.array(tokens, dtype=np.int32),
             logprobs=logprobs,
-            routes=routes,
+            routes=routes if self.recording.routes else None,
+            picks=picks,
             finish_reason="stop" if finish == "stop" else "length",
             weights_version=version_of(None, spans, where) if spans else None,
         )

@@ -2,7 +2,8 @@
 
 KDA layers compute with a q|k|v convolution that they merge at their first forward pass and cache
 (`vllm/models/glm5next/common/kda.py:558`), and no weight update refreshes it: an open bug. Every way in which a worker
-takes weights is followed by a rebuild, in place, because captured CUDA graphs hold the tensor's address.
+takes weights is followed by a rebuild, in place, because captured CUDA graphs hold the tensor's address. What the indexer
+chooses is not handed over either: see `vllm_picks`.
 """
 
 import functools
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 
+from glm5_next.launchers.engines import vllm_picks
+
 VERSION = "0.33."
 TAKES_WEIGHTS = ("finish_weight_update", "reload_weights")  # methods of vllm.v1.worker.gpu_worker.Worker
 
@@ -18,14 +21,16 @@ TAKES_WEIGHTS = ("finish_weight_update", "reload_weights")  # methods of vllm.v1
 def register() -> None:
     """Called by vLLM in each of its processes, perhaps more than once. Raises RuntimeError for another vLLM."""
     import vllm
+    from vllm.distributed.aux_output_connector import worker
     from vllm.v1.worker.gpu_worker import Worker
 
     if not vllm.__version__.startswith(VERSION):
         raise RuntimeError(
             f"glm5-next's plugin is for vLLM {VERSION}x, this is {vllm.__version__}; "
-            "check whether KDA layers still cache a merged convolution"
+            "check whether KDA layers still cache a merged convolution, and how its rows of experts are recorded"
         )
     patch(Worker)
+    vllm_picks.patch(worker)
 
 
 def patch(worker: type) -> None:

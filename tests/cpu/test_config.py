@@ -235,11 +235,7 @@ def test_settings_need_no_torch():
             ("replay.routing_weights=engine", "replay.routing=record"),
             "replay.routing_weights is 'engine' but replay.routing",
         ),
-        (
-            ("replay.indexer=engine", "rollout.engine=sglang"),
-            "replay.indexer is 'engine' but rollout.engine is 'sglang'",
-        ),
-        (("replay.routing_weights=engine", "rollout.engine=vllm"), "which hands over experts only"),
+        (("replay.routing_weights=engine", "rollout.engine=vllm"), "which hands over no weights of experts"),
         (("replay.indexer=both",), "replay.indexer is 'both'"),
     ],
 )

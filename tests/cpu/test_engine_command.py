@@ -27,6 +27,47 @@ def test_the_derived_command_is_accepted_holds_no_key_and_listens_where_it_is_to
     assert "--enable-return-routed-experts" not in off
 
 
+PICKS = {"replay.indexer": "engine"}
+
+
+def test_picks_are_asked_for_in_each_engines_own_way():
+    assert "--enable-return-indexer-topk" in engine_command(settings("sglang", **PICKS), MODEL)
+    assert "--enable-return-indexer-topk" not in engine_command(settings("sglang"), MODEL)
+    words = engine_command(settings("vllm", **PICKS, **{"replay.routing": "off"}), MODEL)
+    assert words[words.index("--additional-config") + 1] == '{"glm5_next_picks": true}'
+    assert "--enable-return-routed-experts" in words, "picks come in the same file"
+    assert "--additional-config" not in engine_command(settings("vllm"), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags", "message"),
+    [
+        (
+            "sglang",
+            ["--enable-hierarchical-cache"],
+            "--enable-hierarchical-cache: the indexer's picks cannot be recorded",
+        ),
+        ("sglang", ["--disaggregation-mode=decode"], "--disaggregation-mode decode: the indexer's picks cannot"),
+        ("sglang", ["--attn-cp-size", "2"], "--attn-cp-size 2: the indexer's picks cannot"),
+        ("sglang", ["--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE: the indexer's picks cannot"),
+        ("vllm", ["--speculative-config", "{}"], "drafted tokens' picks"),
+        ("vllm", ["--additional-config", "{}"], r"needs --additional-config {\"glm5_next_picks\": true}"),
+        ("vllm", ["--no-enable-prefix-caching"], "with prefix caching only"),
+    ],
+)
+def test_what_would_spoil_picks_is_refused_where_they_are_replayed(engine, flags, message):
+    with pytest.raises(ValueError, match=message):
+        engine_command(settings(engine, *flags, **PICKS), MODEL)
+    if flags[0] != "--no-enable-prefix-caching":
+        assert engine_command(settings(engine, *flags, **{"replay.routing": "off"}), MODEL)
+
+
+def test_a_server_of_the_users_own_has_to_record_picks_as_well():
+    launch = {"rollout.launch": '["python3", "-m", "sglang.launch_server"]'}
+    with pytest.raises(ValueError, match=r"replay\.indexer = 'engine' needs --enable-return-indexer-topk"):
+        engine_command(settings("sglang", **PICKS, **launch), MODEL)
+
+
 REFUSED = {
     "flashinfer_trtllm": ("sglang", ["--moe-runner-backend", "flashinfer_trtllm"], "returns zeros for routed experts"),
     "triton_kernel": ("sglang", ["--moe-runner-backend=triton_kernel"], "triton_kernel returns zeros"),

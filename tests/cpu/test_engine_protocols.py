@@ -25,7 +25,9 @@ from glm5_next.launchers.engines.tiny_sglang import SGLangProtocol
 from glm5_next.launchers.engines.tiny_vllm import VllmProtocol, npy_base64
 from glm5_next.launchers.engines.vllm import VllmClient
 from glm5_next.launchers.engines.wire import Address, EngineError, Malformed, Refused, Unreachable
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime.weight_sync import publish
+from glm5_next.plugins.pick_coding import first_choice
 from tests.support.engine_server import Engine, engine, status, strips
 
 CONV = "model.language_model.layers.0.self_attn.k_conv1d.weight"
@@ -68,7 +70,7 @@ def started(kind: str, host: ModelHost, folder: Path, **options: Any) -> Iterato
 
 
 def client_of(server: Engine, **changes: Any) -> Any:
-    options = {"stop_tokens": [2], "routes": True} | changes
+    options = {"stop_tokens": [2], "recording": Recording(routes=True)} | changes
     return PROTOCOLS[server.address.protocol][1](server.address, server.host.config, **options)
 
 
@@ -135,8 +137,53 @@ def test_a_router_that_strips_the_request_for_experts_is_noticed(server, kind, h
         server.fail(GENERATE[kind], lambda body, go_on: (200, without_routes(go_on(body)[1])))
     with pytest.raises(Malformed, match="'routed_experts' is missing"):
         ask(server, generate)
-    (completion,) = ask(server, generate, routes=False)
+    (completion,) = ask(server, generate, recording=Recording())
     assert completion.routes is None
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_picks_come_as_the_models_own_indexers_chose_them(kind, host, folder, routes):
+    with started(kind, host, folder, picks="recorded") as server:
+        (completion,) = ask(server, generate, recording=Recording(routes=routes, picks=True))
+    tokens = np.array([*PROMPT, *completion.tokens.tolist()], dtype=np.int32)
+    again = host.engine.generate([tokens[:-1]], 1, max_new_tokens=1, seed=0)[0][0].picks
+    assert completion.picks.num_tokens == again.num_tokens == len(tokens) - 1 and not completion.picks.holes.any()
+    for layer in again.layers:
+        assert np.array_equal(completion.picks.decode(layer), again.decode(layer))
+    assert (completion.routes is not None) is routes
+
+
+NO_PICKS = {
+    (
+        "sglang",
+        "stock",
+    ): "as SGLang itself sends them, zeros for a pooled indexer; .* has not loaded this package's plugin",
+    ("vllm", "stock"): "no indexer picks beside them, the server runs without this package's plugin",
+    ("sglang", "zeros"): "is picked twice: the engine sent zeros",
+    ("vllm", "zeros"): "is picked twice: the engine sent zeros",
+}
+
+
+@pytest.mark.parametrize("sent", ["stock", "zeros"])
+def test_picks_that_nothing_recorded_are_refused(kind, host, folder, sent):
+    with started(kind, host, folder, picks=sent) as server, pytest.raises(Malformed, match=NO_PICKS[kind, sent]):
+        ask(server, generate, recording=Recording(picks=True))
+
+
+def test_picks_that_nothing_wrote_are_holes_not_pool_0(kind, host, folder):
+    with started(kind, host, folder, picks="unwritten") as server:
+        (completion,) = ask(server, generate, recording=Recording(picks=True))
+    picks = completion.picks
+    first = first_choice(picks.kpool, picks.num_selected)
+    assert picks.holes[first:].all() and len(picks.holes) > first
+
+
+def test_picks_of_other_lengths_are_refused(host, routes):
+    raw = base64.b64encode(bytes(2 * 3)).decode()
+    with pytest.raises(Malformed, match=r"6 bytes of indexer picks, expected int16 or int32"):
+        payload.picks_from_raw(raw, len(PROMPT), host.config, "here")
+    with pytest.raises(Malformed, match="indexer picks are not base64"):
+        payload.picks_from_raw("?", len(PROMPT), host.config, "here")
 
 
 def without_routes(answer: Any) -> Any:

@@ -19,6 +19,7 @@ from glm5_next.launchers.engines.publisher import EnginesFailed, Publisher
 from glm5_next.launchers.engines.sglang import SGLangClient
 from glm5_next.launchers.engines.tiny_host import Job, ModelHost
 from glm5_next.launchers.engines.tiny_sglang import SGLangProtocol
+from glm5_next.launchers.replay_plan import Recording
 from glm5_next.launchers.runtime import weight_sync
 from glm5_next.launchers.runtime.weight_sync import publish
 from tests.support.engine_server import Engine, engine, only, stall, status
@@ -64,7 +65,7 @@ def changed(weights: list[tuple[str, Tensor]], *names: str) -> list[tuple[str, T
 
 def publisher_of(engines: list[Engine], deadline: float = 30.0) -> Publisher:
     model = engines[0].host.config
-    clients = [SGLangClient(one.address, model, stop_tokens=[], routes=True) for one in engines]
+    clients = [SGLangClient(one.address, model, stop_tokens=[], recording=Recording(routes=True)) for one in engines]
     made = Publisher(clients, host="127.0.0.1", deadline=deadline)
     made.fresh = {client.name for client in clients}
     return made
@@ -227,7 +228,7 @@ def test_weights_through_a_folder(engines, weights, folder):
 
 
 def test_a_server_refuses_updates_outside_a_session(engines):
-    client = SGLangClient(engines[0].address, engines[0].host.config, stop_tokens=[], routes=True)
+    client = SGLangClient(engines[0].address, engines[0].host.config, stop_tokens=[], recording=Recording(routes=True))
     protocol = engines[0].faulty.protocol
     code, answer = protocol.do_update_weights_from_distributed({"names": []})
     assert code == 400 and "must run between" in answer["message"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from glm5_next.launchers.engines import vllm_plugin
 from glm5_next.launchers.engines.vllm_middleware import RequireKey
+from glm5_next.launchers.engines.vllm_picks import PoolsBeside
 
 
 class KdaLayer(nn.Module):
@@ -85,8 +86,12 @@ def test_a_worker_is_patched_once_and_answers_as_before():
 
 @pytest.mark.parametrize(("version", "fits"), [("0.33.0", True), ("0.34.0", False)])
 def test_the_plugin_refuses_another_vllm(monkeypatch, version, fits):
-    worker = worker_class()
-    modules = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker")}
+    worker, recorders = worker_class(), "vllm.distributed.aux_output_connector.worker"
+    names = ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.worker.gpu_worker")
+    names += ("vllm.distributed", "vllm.distributed.aux_output_connector", recorders)
+    modules = {name: ModuleType(name) for name in names}
+    vars(modules[recorders]).update(RoutedExpertsCapturer=object, bind_routed_experts_capturer=None)
+    vars(modules["vllm.distributed.aux_output_connector"])["worker"] = modules[recorders]
     modules["vllm"].__version__ = version  # type: ignore[attr-defined]
     modules["vllm.v1.worker.gpu_worker"].Worker = worker  # type: ignore[attr-defined]
     for name, module in modules.items():
@@ -94,6 +99,7 @@ def test_the_plugin_refuses_another_vllm(monkeypatch, version, fits):
     if fits:
         vllm_plugin.register()
         assert hasattr(worker.finish_weight_update, "rebuilds")
+        assert issubclass(vars(modules[recorders])["RoutedExpertsCapturer"], PoolsBeside)
     else:
         with pytest.raises(RuntimeError, match=r"for vLLM 0\.33\.x, this is 0\.34\.0"):
             vllm_plugin.register()
