@@ -17,6 +17,7 @@ from glm5_next.plugins.kernels.registry import NAIVE, Place, load
 
 ROUNDING = 2.0**-9  # largest relative error of one rounding to bf16
 EXACT = 1e-4  # of fp32 sums over tokens or 16384 channels in another order, through 20 Sinkhorn steps
+CANCELLATION = 2
 # Of the operators that choose: the share of queries whose sets may differ, each by a tie within `TIE` of the scores.
 UNEQUAL_SETS, TIE = 2e-4, 1e-5
 
@@ -28,7 +29,7 @@ class Problem:
     """`call(function, tensors)` returns the named outputs; floating-point `tensors` are differentiated if `trains`.
 
     `roundings`: how many times a value is rounded to bf16 between the definition's inputs and a backend's results.
-    `exact`: outputs that are fp32 from end to end. `sets`: outputs whose rows are sets of indices. `silent`: gradients
+    `cancelling`: results that are small differences of such values. `exact`: outputs that are fp32 from end to end. `sets`: outputs whose rows are sets of indices. `silent`: gradients
     that are zero by definition, so that only rounding is left of them.
     """
 
@@ -37,6 +38,7 @@ class Problem:
     call: Call
     roundings: float = 1.0
     trains: bool = True
+    cancelling: tuple[str, ...] = ()
     exact: tuple[str, ...] = ()
     sets: bool = False
     silent: tuple[str, ...] = ()
@@ -45,7 +47,9 @@ class Problem:
         """Largest relative root-mean-square error of a result."""
         if self.sets:
             return UNEQUAL_SETS
-        return EXACT if name in self.exact else self.roundings * ROUNDING
+        if name in self.exact:
+            return EXACT
+        return self.roundings * ROUNDING * (CANCELLATION if name in self.cancelling else 1)
 
     def widened(self) -> "Problem":
         """The same numbers in fp32."""
@@ -212,7 +216,7 @@ def _short_convolution(model: Glm5NextConfig, tp: int, row: Documents, make: Num
 
 def _kda(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Problem:
     """Decays as the model starts with. Rounded products of the chunk cancel in the gate's gradient, more so for strong
-    decays: the bound is for these."""
+    decays (tests/gpu has those)."""
     heads, width = model.kda_num_heads // tp, model.kda_head_dim
     tensors = {name: make.normal(row.num_tokens, heads, width) for name in ("q", "k", "v", "gate")}
     tensors |= {
@@ -221,9 +225,10 @@ def _kda(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Probl
         "beta": make.normal(row.num_tokens, heads),
     }
     call = lambda f, t: {"out": f(*t.values(), row, lower_bound=model.kda_gate_lower_bound)}
+    of_gate = ("dgate", "dA_log", "ddt_bias")
     # The decay of a document's first token meets an empty state.
-    silent = ("dgate", "dA_log", "ddt_bias") if max(row.lengths) == 1 else ()
-    return Problem("kda", tensors, call, roundings=6, silent=silent)
+    silent = of_gate if max(row.lengths) == 1 else ()
+    return Problem("kda", tensors, call, roundings=6, cancelling=of_gate, silent=silent)
 
 
 def _gated_rms_norm(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Problem:
@@ -260,7 +265,9 @@ def _sparse_attention(model: Glm5NextConfig, tp: int, row: Documents, make: Numb
         "indices": indices,
     }
     call = lambda f, t: {"out": f(t["q"], t["latent"], t["indices"], model.qk_head_dim**-0.5)}
-    return Problem("sparse_attention", tensors, call, roundings=2)
+    # Of one key the weight is 1, whatever the query.
+    silent = ("dq",) if max(row.lengths) == 1 else ()
+    return Problem("sparse_attention", tensors, call, roundings=2, silent=silent)
 
 
 def _pool_keys(model: Glm5NextConfig, tp: int, row: Documents, make: Numbers) -> Problem:

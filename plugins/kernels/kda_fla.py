@@ -2,12 +2,16 @@
 
 import os
 
+import torch
 from torch import Tensor
 
 from glm5_next.plugins.documents import Documents
+from glm5_next.plugins.kernels.fla_tuning import use_tuned_configurations
 
 # With TileLang installed, FLA would take another backward kernel than the one tested here, compiled on first use.
 os.environ.setdefault("FLA_TILELANG", "0")
+if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+    use_tuned_configurations()
 
 from fla.modules.causal_conv1d import causal_conv1d
 from fla.modules.norm.fused_norm_gate import rms_norm_gated

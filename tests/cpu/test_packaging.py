@@ -24,7 +24,7 @@ def test_every_folder_with_python_files_is_a_package():
 
 
 def test_each_top_level_package_tells_type_checkers_that_it_is_typed():
-    assert SETUPTOOLS["package-data"] == {"*": ["py.typed", "*.json"]}
+    assert SETUPTOOLS["package-data"] == {"*": ["py.typed", "*.json", "fla_tuned/*.json"]}
     for root in SETUPTOOLS["package-dir"].values():
         assert (ROOT / root / "py.typed").exists()
 

@@ -1,9 +1,11 @@
 """Every backend against the naive operator in fp32, at the released model's sizes: outputs and gradients."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
 import torch
+from triton.runtime.autotuner import Autotuner
 
 from glm5_next.launchers.gpu_check import released_place
 from glm5_next.launchers.operator_cases import Problem, errors, poisoned, problem, reference, results, row_of, worst
@@ -62,6 +64,17 @@ def test_a_second_run_has_the_same_bits(operator, backend):
     first, second = run(case, backend), run(case, backend)
     different = {name for name in first if not torch.equal(first[name], second[name])}
     assert different <= ATOMIC.get((operator, backend), set()), f"{different} differ between two runs"
+
+
+def test_fla_kernels_are_not_tuned(monkeypatch):
+    """Each has a configuration on file: new sizes neither wait for tuning nor get another one on another rank."""
+    tuned = []
+    monkeypatch.setattr(Autotuner, "_bench", lambda self, *args, **kwargs: tuned.append(self.fn) or [1.0, 1.0, 1.0])
+    place = replace(released_place(), tp=16)
+    for operator in ("short_convolution", "kda", "gated_rms_norm"):
+        case = problem(operator, place, row_of((5, 300), torch.device("cuda")))
+        results(case, load(operator, "fla"))
+    assert not tuned
 
 
 @pytest.mark.parametrize(("backend", "bounds"), [("fla", (0.01, 0.01)), ("cudnn", (0.03, 0.15))])

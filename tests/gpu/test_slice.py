@@ -21,6 +21,7 @@ TOKENS = 8192
 PACKED = (1, 63, 2052, 4000, 2076)
 # Two bf16 models of random weights; what separates them is rounding in four layers. Measured: 1.5e-4 and 0.97.
 MAX_KL, MIN_TOP1 = 1e-3, 0.9
+BEGINNING = 32  # tokens of a document, on which those before it would have the most influence
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -51,14 +52,15 @@ def test_a_packed_row_has_the_logits_of_its_documents(slices):
     packed = our_outputs(ours, tokens, PACKED, logits_processor)[0]
     start = sum(PACKED[:2])
     alone = our_outputs(ours, tokens[:, start : start + PACKED[2]], (PACKED[2],), logits_processor)[0]
-    got = packed[start : start + PACKED[2]]
-    p, q = alone.float().log_softmax(-1), got.float().log_softmax(-1)
-    kl = (p.exp() * (p - q)).sum(-1).mean()
+    joined = our_outputs(ours, tokens, (TOKENS,), logits_processor)[0]
+    p, q, other = (
+        x.float().log_softmax(-1) for x in (alone, *(x[start : start + PACKED[2]] for x in (packed, joined)))
+    )
+    kls, joined_kls = ((p.exp() * (p - x)).sum(-1) for x in (q, other))
+    kl, first, joined_first = kls.mean(), kls[:BEGINNING].mean(), joined_kls[:BEGINNING].mean()
+    print(f"KL {kl:.2e}; of the first tokens {first:.2e}, behind other documents {joined_first:.2e}")
     assert kl <= MAX_KL
-    joined = our_outputs(ours, tokens, (TOKENS,), logits_processor)[0][start : start + PACKED[2]].float()
-    joined_kl = (p.exp() * (p - joined.log_softmax(-1))).sum(-1).mean()
-    print(f"KL of the packed document {kl:.2e}, of the same tokens behind others {joined_kl:.2e}")
-    assert joined_kl > 5 * kl, "documents are not kept apart, or nothing depends on it"
+    assert joined_first > 5 * first, "documents are not kept apart, or nothing depends on it"
 
 
 def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, float], float]:
@@ -84,7 +86,7 @@ def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
 
 
 def test_recomputation_and_memory(slices):
-    """With the same bits up to what atomic additions leave, and no more memory than `plan` says."""
+    """The same numbers, and no more memory than `plan` says."""
     ours, config = slices[1].train(), slice_config()
     slices[0].to("cpu")
     torch.cuda.empty_cache()
@@ -93,7 +95,8 @@ def test_recomputation_and_memory(slices):
     for name, value in RECOMPUTE.items():
         setattr(ours.module.decoder.config, name, value)
     again, norms_again, peak_recompute = gradients(ours, tokens)
-    assert torch.equal(loss, again)
+    print(f"loss {loss.item()!r}, with recomputation {again.item()!r}")
+    assert again.item() == pytest.approx(loss.item(), rel=1e-6)
     assert norms.keys() == norms_again.keys() and len([norm for norm in norms.values() if norm > 0]) > 100
     for name, norm in norms_again.items():
         assert norm == pytest.approx(norms[name], rel=1e-3), name

@@ -33,8 +33,13 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder / "tiny"
 
 
-def test_reward_reaches_what_it_reaches_on_a_cpu(checkpoint, tmp_path):
-    output, steps = trained(tmp_path, checkpoint)
+@pytest.fixture(scope="module")
+def whole(checkpoint, tmp_path_factory) -> tuple[str, list[dict]]:
+    return trained(tmp_path_factory.mktemp("whole"), checkpoint)
+
+
+def test_reward_reaches_what_it_reaches_on_a_cpu(whole):
+    output, steps = whole
     print(output)
     for step in steps:
         seconds = {name: round(value, 2) for name, value in step.items() if name.startswith("seconds") and value}
@@ -45,13 +50,10 @@ def test_reward_reaches_what_it_reaches_on_a_cpu(checkpoint, tmp_path):
     assert max(step["mismatch_kl_mean"] for step in steps) < 0.01
 
 
-def test_optimizer_state_in_host_memory_trains_the_same(checkpoint, tmp_path):
-    """Two steps; the second starts from what the first made of the weights."""
-    short = ("train.steps=2", "train.checkpoint_every=0", "train.eval_every=0")
-    found = []
-    for name, settings in {"gpu": (), "host": ("optimizer.offload=true",)}.items():
-        _, steps = trained(tmp_path / name, checkpoint, *short, *settings)
-        found.append([(step["reward_mean"], step["grad_norm"]) for step in steps])
+def test_optimizer_state_in_host_memory_trains_the_same(whole, checkpoint, tmp_path):
+    """The second step starts from what the first made of the weights."""
+    _, offloaded = trained(tmp_path, checkpoint, "optimizer.offload=true", "train.steps=2", "train.checkpoint_every=0")
+    found = [(step["reward_mean"], step["grad_norm"]) for step in (*whole[1][:2], *offloaded)]
     print(json.dumps(found))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-3)
-    assert found[0][1] == pytest.approx(found[1][1], rel=0.1)
+    assert found[0] == pytest.approx(found[2], rel=1e-3)
+    assert found[1] == pytest.approx(found[3], rel=0.1)
