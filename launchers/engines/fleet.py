@@ -202,10 +202,10 @@ class Fleet:
         if isinstance(error, Unreachable):
             if not await member.client.healthy():
                 self._out(member, "gone", str(error))
-            return Lost("engine died")
+            return Lost("engine died", str(error))
         if isinstance(error, Late):
-            return Lost("request deadline")
-        return Lost("bad answer" if isinstance(error, Malformed) else "refused or aborted")
+            return Lost("request deadline", str(error))
+        return Lost("bad answer" if isinstance(error, Malformed) else "refused or aborted", str(error))
 
     async def _member(self, limit: float, tried: Container[str]) -> Member | None:
         """The ready engine with the fewest requests, once it has room, if possible one that was not tried.

@@ -1,7 +1,7 @@
 """What the training loop asks of a rollout engine, whatever serves the model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -39,9 +39,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Lost:
-    """A response that never came, and why: a few words that are counted, such as "request deadline"."""
+    """A response that never came, and why: a few words that are counted, such as "request deadline", and the engine's."""
 
     reason: str
+    error: str = field(default="", compare=False)
 
 
 class RolloutEngine(Protocol):

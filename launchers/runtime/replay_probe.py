@@ -71,7 +71,8 @@ def check_completions(answers: Sequence[Completion | Lost], plan: ReplayPlan, nu
     completions: list[Completion] = []
     for number, completion in enumerate(answers):
         if isinstance(completion, Lost):
-            raise lost(f"engine {number % num_engines}", f"no answer to the probe ({completion.reason})")
+            why = completion.error or completion.reason
+            raise lost(f"engine {number % num_engines}", f"no answer to the probe ({why})")
         completions.append(completion)
         for stream in streams(plan):
             if getattr(completion, stream) is None:

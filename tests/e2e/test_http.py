@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
+from glm5_next.bridge.checkpoint import Checkpoint
+from glm5_next.launchers.presets import preset
 from tests.e2e.conftest import SECONDS_TO_FINISH, Ended, Workplace, end_of, wait_for_steps
 from tests.support.cli_run import running
 
@@ -81,6 +83,29 @@ def test_engine_and_trainer_agree_over_http(watched: Watched):
     assert first["start_mismatch_kl_mean"] <= 1e-8
     assert all(record["expert_overlap"] > 0.999 for record in watched.ended.records)
     assert [record["weights_version"] for record in watched.ended.records] == [0, 1, 2]
+
+
+def test_experts_and_picks_of_the_servers_are_replayed_in_every_pass(watched: Watched, workplace: Workplace):
+    model = Checkpoint(workplace.folder / "tiny-checkpoint").config
+    experts, picks = model.mlp_kinds.count("moe"), model.attention_kinds.count("dsa")
+    for record in watched.ended.records:
+        passes, rest = divmod(record["replay_reads"], experts + picks)
+        assert passes > 0 and not rest, f"{record['replay_reads']} reads of {experts} and {picks} layers"
+
+
+def test_a_server_without_our_plugin_is_refused_before_the_first_step(workplace: Workplace):
+    launch = json.dumps(
+        [word for word in preset("tiny-http")["rollout"]["launch"] if word not in ("--picks", "recorded")]
+    )
+    words = (
+        word
+        for setting in (*SETTINGS, "output.run_id=stock", f"rollout.launch={launch}")
+        for word in ("--set", setting)
+    )
+    with running(workplace.folder, "train", "--preset", "tiny-http", *words) as run:
+        ended = end_of(run, workplace.run_dir("stock"))
+    assert ended.code == 1 and not ended.records
+    assert "zeros for a pooled indexer; the server has not loaded this package's plugin" in ended.error
 
 
 def test_the_key_is_in_no_file_of_the_run_in_no_output_and_in_no_list_of_processes(watched: Watched):
