@@ -86,6 +86,7 @@ class EngineClient(Protocol):
     """Every method raises EngineError. Weights change between `open_update` and `close_update` only."""
 
     name: str
+    meets_by_id: bool  # on GPUs; otherwise at an address
 
     async def healthy(self) -> bool: ...
 
@@ -158,6 +159,8 @@ class EngineClient(Protocol):
 
 class HttpClient:
     """What is the same in every protocol over HTTP."""
+
+    meets_by_id = False
 
     def __init__(self, address: Address, model: Glm5NextConfig, *, stop_tokens: Sequence[int], recording: Recording):
         self.name, self.model, self.stop_tokens, self.recording = address.name, model, list(stop_tokens), recording

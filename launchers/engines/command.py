@@ -50,11 +50,6 @@ def problems_of(words: Sequence[str], run: RunConfig, model: Glm5NextConfig) -> 
         yield from (_sglang_problems if run.rollout.engine == "sglang" else _vllm_problems)(flags, recording, model)
         if run.rollout.placement == "colocated":
             yield from _colocated_problems(run.rollout.engine, flags)
-        elif run.rollout.engine == "vllm" and run.rollout.transport == "distributed":
-            yield (
-                "rollout.transport 'distributed': vLLM's end of an NCCL group (StatelessProcessGroup) is not the one that "
-                "torch makes here; use rollout.transport = 'disk'"
-            )
 
 
 def _sglang(run: RunConfig) -> tuple[str, ...]:

@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from glm5_next.launchers.engines.client import EngineClient, Meeting
+from glm5_next.launchers.engines.client import EngineClient
 from glm5_next.launchers.engines.clients import client_of
 from glm5_next.launchers.engines.order import Order
 from glm5_next.launchers.engines.proof import EnginesFailed, Proof
-from glm5_next.launchers.engines.weight_group import broadcast, described, flattened, group_name, in_order, join, listen
+from glm5_next.launchers.engines.weight_group import ByAddress, ById, broadcast, described, flattened, in_order
 from glm5_next.launchers.engines.wire import Address, EngineError, EventLoop, Unreachable
 from glm5_next.launchers.runtime.engine import Bucket
 from glm5_next.plugins.config import Glm5NextConfig
@@ -71,13 +71,8 @@ class Publisher:
             self.loop.start(_named(client, client.receive(self.meeting, tensors, self.deadline)))
             for client in self.clients
         ]
-
-        def go_on() -> None:
-            if any(call.done() and call.exception() for call in calls):
-                raise EnginesFailed({})  # the reasons are collected below
-
         try:
-            broadcast(flattened(bucket, self.device), self.group, go_on)
+            broadcast(flattened(bucket, self.device), self.group, lambda: _while_none_failed(calls))
         except (EnginesFailed, RuntimeError):  # torch raises RuntimeError for a broken connection
             self._give_up(calls)
         self._collect(calls)
@@ -115,21 +110,18 @@ class Publisher:
     def _meet(self) -> None:
         """One group of rank 0 here and all ranks of all engines."""
         sizes = self._all(lambda client: client.world_size())
-        store = listen(self.host, MEETING_DEADLINE)
-        self.meeting = Meeting(
-            host=self.host,
-            port=store.port,
-            world_size=1 + sum(sizes.values()),
-            group=group_name(store.port),
-            backend="nccl" if self.device.type == "cuda" else "gloo",
-        )
-        calls, first = [], 1
+        by_id = self.device.type == "cuda" and all(client.meets_by_id for client in self.clients)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        end = (ById if by_id else ByAddress)(self.host, 1 + sum(sizes.values()), backend, MEETING_DEADLINE)
+        self.meeting = end.meeting
+        calls: list[Future[Any]] = []
+        first = 1
         for client in self.clients:
             calls.append(self.loop.start(_named(client, client.join(self.meeting, first, self.deadline))))
             first += sizes[client.name]
         try:
-            self.group = join(self.meeting, store, MEETING_DEADLINE)
-        except RuntimeError:
+            self.group = end.join(lambda: _while_none_failed(calls))
+        except (EnginesFailed, RuntimeError):
             self._give_up(calls)
         self._collect(calls)
 
@@ -165,6 +157,12 @@ class Publisher:
         raise EnginesFailed(
             reasons or {client.name: f"{client.name}: the broadcast of weights broke" for client in self.clients}
         )
+
+
+def _while_none_failed(calls: Sequence[Future[Any]]) -> None:
+    """Raises EnginesFailed, without the reasons, if a call has failed."""
+    if any(call.done() and call.exception() for call in calls):
+        raise EnginesFailed({})
 
 
 def interface_to(url: str) -> str:

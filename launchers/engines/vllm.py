@@ -35,6 +35,8 @@ ONE_MESSAGE = 2**40  # bytes; above every bucket, so that each is one broadcast
 class VllmClient(HttpClient):
     """See `EngineClient`."""
 
+    meets_by_id = True
+
     async def generate(self, request: Request, deadline: float) -> Completion:
         sampling = {
             "max_tokens": request.max_new_tokens,

@@ -5,7 +5,9 @@ SGLang 0.5.23 makes its end with `init_custom_process_group` (`srt/utils/common.
 has no public way to do it between programs that share no default group, hence the private import, here only.
 """
 
+import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -18,6 +20,7 @@ from torch import Tensor
 from glm5_next.launchers.engines.client import Meeting, TensorList
 
 POLL_SECONDS = 0.0005
+NCCL_ID_BYTES = 128
 
 
 def listen(host: str, timeout: timedelta) -> dist.TCPStore:
@@ -37,8 +40,65 @@ def group_name(port: int) -> str:
     return f"weights-{port}"
 
 
-def join(meeting: Meeting, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
-    """The trainer's end, rank 0; waits for all others."""
+class ByAddress:
+    """Ranks meet at a store that listens here."""
+
+    def __init__(self, host: str, world_size: int, backend: str, timeout: timedelta):
+        self.store, self.timeout = listen(host, timeout), timeout
+        self.meeting = Meeting(host, self.store.port, world_size, group_name(self.store.port), backend)
+
+    def join(self, go_on: Callable[[], Any]) -> dist.ProcessGroup:
+        """Waits for all others."""
+        return _rank_0(self.meeting, self.store, self.timeout)
+
+
+class ById:
+    """Ranks meet by the id that NCCL makes for them, which vLLM takes instead of an address: the store that its own trainers
+    use holds pickles.
+
+    torch makes the id and puts it into the group's store at the first collective, which then waits for the others. vLLM
+    wants that one to be an all-reduce of one element (`distributed/weight_transfer/nccl_common.py`).
+    """
+
+    def __init__(self, host: str, world_size: int, backend: str, timeout: timedelta):
+        store, self.timeout, self.failure = dist.HashStore(), timeout, ""
+        name = group_name(secrets.randbits(32))
+        self.group = _rank_0(Meeting(host, 0, world_size, name, backend), store, timeout)
+        self.one = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        self.first = threading.Thread(target=self._all_reduce, name="first collective", daemon=True)
+        self.first.start()
+        self.meeting = Meeting(host, 0, world_size, name, backend, self._id(store))
+
+    def join(self, go_on: Callable[[], Any]) -> dist.ProcessGroup:
+        """Waits for all others. `go_on` raises to give up; RuntimeError if it takes too long."""
+        limit = time.monotonic() + self.timeout.total_seconds()
+        while self.first.is_alive():
+            go_on()
+            if time.monotonic() > limit:
+                raise RuntimeError("not all ranks have joined")
+            time.sleep(POLL_SECONDS)
+        if self.failure:
+            raise RuntimeError(self.failure)
+        return self.group
+
+    def _all_reduce(self) -> None:
+        try:
+            dist.all_reduce(self.one, group=self.group)
+            torch.cuda.synchronize(self.one.device)
+        except RuntimeError as error:
+            self.failure = str(error)
+
+    def _id(self, store: dist.Store) -> bytes:
+        limit = time.monotonic() + self.timeout.total_seconds()
+        while time.monotonic() < limit and self.first.is_alive():
+            for key in store.list_keys():
+                if len(value := store.get(key)) == NCCL_ID_BYTES:
+                    return value
+            time.sleep(POLL_SECONDS)
+        raise RuntimeError(f"NCCL made no id: {self.failure or 'it takes too long'}")
+
+
+def _rank_0(meeting: Meeting, store: dist.Store, timeout: timedelta) -> dist.ProcessGroup:
     from torch.distributed.distributed_c10d import Backend, _new_process_group_helper, _world
 
     group, _ = _new_process_group_helper(

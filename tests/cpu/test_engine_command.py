@@ -8,13 +8,12 @@ from glm5_next.launchers.engines.keys import find_key, read_key
 from glm5_next.launchers.presets import RELEASED_CONFIG, preset
 from glm5_next.plugins.config import Glm5NextConfig
 
-TRANSPORT = {"sglang": "distributed", "vllm": "disk"}
 MODEL = Glm5NextConfig.from_hf(RELEASED_CONFIG)
 
 
 def settings(engine: str, *flags: str, **changes: str) -> RunConfig:
     values = {"model": {"checkpoint": "/none"}, "data": {"prompts": "tiny"}, "rollout": {"engine": engine}}
-    values["rollout"] |= {"engine_flags": list(flags), "engine_tp": 8, "transport": TRANSPORT[engine]}
+    values["rollout"] |= {"engine_flags": list(flags), "engine_tp": 8}
     return load_run_config(None, values, [f"{key}={value}" for key, value in changes.items()])
 
 
@@ -87,14 +86,9 @@ REFUSED = {
 }
 
 
-def test_vllm_takes_weights_from_a_folder_only():
-    with pytest.raises(ValueError, match=r"use rollout\.transport = 'disk'"):
-        engine_command(settings("vllm", **{"rollout.transport": "distributed"}), MODEL)
-
-
 @pytest.mark.parametrize(("engine", "flag"), [("sglang", "--enable-memory-saver"), ("vllm", "--enable-sleep-mode")])
 def test_a_colocated_server_has_to_be_able_to_give_its_memory_back(engine, flag):
-    here = {"rollout.placement": "colocated", "rollout.transport": "distributed", "parallel.ranks": "8"}
+    here = {"rollout.placement": "colocated", "parallel.ranks": "8"}
     run = settings(engine, "--dtype", "bfloat16", **here)
     words = engine_command(run, MODEL)
     assert flag in words and flag not in engine_command(settings(engine), MODEL)
