@@ -64,6 +64,9 @@ def print_plan(run: RunConfig, model: Glm5NextConfig) -> None:
         layers = "; ".join(_span(stages[stage + chunk * topology.pp]) for chunk in range(topology.vpp or 1))
         table.add_row(ranks, f"{stage}: {layers}", f"{model.num_experts // topology.ep} of {model.num_experts}")
     console.print(table)
+    if run.rollout.placement == "colocated":
+        servers, tp = run.rollout.num_engines, run.rollout.engine_tp
+        console.print(f"{servers} server(s) of {tp} GPU(s) on those of the trainer ranks, asleep while these compute")
 
 
 def tiny_checkpoint(out: Path, *, seed: int, warm_up_steps: int, sizes: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ OPTIONAL = (
     "apex",
     "deep_ep",
     "sglang",
+    "torch_memory_saver",  # SGLang gives memory back with it
     "vllm",
 )
 

@@ -117,5 +117,18 @@ def test_the_key_is_in_no_file_of_the_run_in_no_output_and_in_no_list_of_process
     assert watched.key not in ended.output
 
 
+def test_a_run_with_servers_that_share_the_trainers_devices(workplace: Workplace):
+    """They sleep whenever the trainer computes, and every time they wake they are given the weights of that version."""
+    changes = (*SETTINGS, "output.run_id=colocated", "rollout.placement=colocated", "train.steps=2")
+    words = (word for setting in changes for word in ("--set", setting))
+    with running(workplace.folder, "train", "--preset", "tiny-http", *words) as run:
+        ended = end_of(run, workplace.run_dir("colocated"), SECONDS_TO_FINISH)
+    assert ended.code == 0, ended.output
+    assert [record["weights_version"] for record in ended.records] == [0, 1]
+    assert ended.records[0]["start_mismatch_kl_mean"] <= 1e-8
+    assert all(record["mismatch_kl_mean"] <= 1e-6 for record in ended.records)
+    assert [(ended.run_dir / f"engine-{number}.log").read_text().count("listening") for number in (0, 1)] == [1, 1]
+
+
 def test_servers_listen_on_the_loopback_interface_only(watched: Watched):
     assert watched.listening and set(watched.listening) == {"127.0.0.1"}
