@@ -89,7 +89,13 @@ def with_absolute_paths(run: RunConfig) -> RunConfig:
     def absolute(prompts: str | None) -> str | None:
         return prompts if prompts in (None, "tiny") else str(Path(prompts).resolve())
 
-    model = run.model.model_copy(update={"checkpoint": run.model.checkpoint.resolve()})
+    converted = run.model.megatron_checkpoint
+    model = run.model.model_copy(
+        update={
+            "checkpoint": run.model.checkpoint.resolve(),
+            "megatron_checkpoint": None if converted is None else converted.resolve(),
+        }
+    )
     data = {"prompts": absolute(run.data.prompts), "heldout": absolute(run.data.heldout)}
     return run.model_copy(update={"model": model, "data": run.data.model_copy(update=data)})
 

@@ -26,6 +26,11 @@ class ModelSection(Section):
     """Which weights are trained."""
 
     checkpoint: FilePath = Field(description="folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer")
+    megatron_checkpoint: Annotated[FilePath | None, OrNone] = Field(
+        default=None,
+        description='what "convert" or "prepare" made of that folder: ranks then load their weights from it, as Megatron '
+        'saved them; "none" reads the folder itself',
+    )
     precision: Literal["fp32", "bf16"] = Field(
         default="bf16", description="type of the trained weights and activations"
     )

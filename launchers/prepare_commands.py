@@ -43,6 +43,7 @@ def prepare(
         table.add_row(step.name, str(step.where), step.note, _gb(step.num_bytes), f"{step.seconds:.0f}")
     console.print(table, markup=False)
     console.print(f"free: {_gb(free)}; next: glm5-next train --preset {name}, or glm5-next slurm --preset {name}")
+    console.print(f"weights from the converted checkpoint: add --set model.megatron_checkpoint={steps[-1].where}")
 
 
 def _gb(num_bytes: int) -> str:

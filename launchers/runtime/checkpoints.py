@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -66,12 +67,27 @@ def load_checkpoint(
     """Collective. Restores what `save_checkpoint` wrote, from ranks in this layout or in another."""
     check_finished(folder)
     tree, skeletons = _sharded_state(chunks, optimizer, scheduler, is_loading=True)
-    loaded = dist_checkpointing.load(tree, str(folder))
-    for index, chunk in enumerate(chunks):
-        unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    loaded = _loaded(folder, tree, chunks)
     load_optimizer_state(optimizer, loaded["optimizer"], skeletons)
     scheduler.load_state_dict(loaded["scheduler"])
     return RunState.load(folder / STATE_FILE)
+
+
+def load_model(folder: Path, chunks: Sequence[torch.nn.Module]) -> None:
+    """Collective. Weights alone, of a converted checkpoint or a run's, for ranks in any layout."""
+    check_finished(folder)
+    _loaded(folder, _model_state(chunks), chunks)
+
+
+def _loaded(folder: Path, tree: dict[str, Any], chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    loaded = dist_checkpointing.load(tree, str(folder))
+    for index, chunk in enumerate(chunks):
+        unwrapped(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    return loaded
+
+
+def _model_state(chunks: Sequence[torch.nn.Module]) -> dict[str, Any]:
+    return {f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(chunks)}
 
 
 def _sharded_state(
@@ -82,7 +98,7 @@ def _sharded_state(
     is_loading: bool,
 ) -> tuple[dict[str, Any], list[Any]]:
     """(what to save or load, the optimizers' own dictionaries for `load_optimizer_state`)."""
-    model = {f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=METADATA) for i, chunk in enumerate(chunks)}
+    model = _model_state(chunks)
     model_state = model["model0"] if len(model) == 1 else model
     tensors, skeletons = sharded_optimizer_state(optimizer, model_state, is_loading=is_loading)
     return {**model, "optimizer": tensors, "scheduler": scheduler.state_dict()}, skeletons

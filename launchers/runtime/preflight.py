@@ -10,6 +10,7 @@ from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.prompts import PromptCursor, digest, read_prompts
 from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.rewards import Reward, check_answers, load_reward
+from glm5_next.launchers.runtime.convert import check_conversion
 from glm5_next.launchers.runtime.rollout import longest_prompt
 from glm5_next.launchers.runtime.transformers_engine import stop_tokens
 from glm5_next.launchers.tiny_task import heldout_prompts, training_prompts
@@ -39,6 +40,8 @@ def check_inputs(run: RunConfig) -> Inputs:
     """Opens and checks model, prompts and reward against each other; raises ValueError that names what is wrong."""
     checkpoint = Checkpoint(run.model.checkpoint)
     checkpoint.check_inventory()
+    if run.model.megatron_checkpoint is not None:
+        check_conversion(run.model.megatron_checkpoint, checkpoint, run.model.precision)
     run.parallel.topology().check_model(checkpoint.config)
     tokenizer = _tokenizer(run.model.checkpoint)
     stop_tokens(run.model.checkpoint)

@@ -19,7 +19,7 @@ from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.batch import Batch, StepReport
 from glm5_next.launchers.runtime.checkpoint_folder import Origin
-from glm5_next.launchers.runtime.checkpoints import load_checkpoint, save_checkpoint
+from glm5_next.launchers.runtime.checkpoints import load_checkpoint, load_model, save_checkpoint
 from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
 from glm5_next.launchers.runtime.rank_replay import RankReplay
 from glm5_next.launchers.runtime.replay_probe import Sightings
@@ -146,7 +146,10 @@ class Trainer:
 
     def _loaded_chunks(self) -> list[torch.nn.Module]:
         chunks = build_chunks(self.megatron)
-        load_weights(chunks, self.source)
+        if self.run.model.megatron_checkpoint is None:
+            load_weights(chunks, self.source)
+        else:
+            load_model(self.run.model.megatron_checkpoint, chunks)
         return chunks
 
     @property

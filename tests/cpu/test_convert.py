@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from glm5_next.bridge.checkpoint import Checkpoint
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.bridge.verify import compare
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.checkpoint_folder import MARKER, STATE_FILE, Origin
-from glm5_next.launchers.runtime.convert import hf_to_megatron, megatron_to_hf
+from glm5_next.launchers.runtime.convert import check_conversion, hf_to_megatron, megatron_to_hf
 from glm5_next.launchers.runtime.trainer import Trainer
 from tests.support.training import batch, on_trainers, samples, settings
 
@@ -104,3 +105,36 @@ def test_a_checkpoint_of_a_run_converts_to_what_the_run_itself_exports(tmp_path)
     difference = compare(exported, tmp_path / "converted")
     assert difference.equal, difference.lines()
     assert not compare(source, exported).tensors_equal, "the run changed nothing, so nothing is tested"
+
+
+# as the weights that a run starts from
+
+
+def test_what_was_converted_of_this_source_can_be_started_from(converted):
+    source, checkpoint = converted
+    check_conversion(checkpoint, Checkpoint(source), "bf16")
+    link = checkpoint.parent / "link"
+    link.symlink_to(source)  # as prepare leaves it
+    check_conversion(checkpoint, Checkpoint(link), "bf16")
+
+
+def test_another_source_another_precision_a_run_and_half_a_conversion_are_refused(converted, tmp_path):
+    source, checkpoint = converted
+    mine = Checkpoint(source)
+    assert "holds bf16 and model.precision is fp32" in refusal(check_conversion, checkpoint, mine, "fp32")
+    other = Checkpoint(write_tiny_checkpoint(tmp_path / "other", dtype="bfloat16", experts=4))
+    assert f"was made of {source.resolve()}, model.checkpoint is {other.folder}" in refusal(
+        check_conversion, checkpoint, other, "bf16"
+    )
+    copy = shutil.copytree(checkpoint, tmp_path / "megatron")
+    (copy / STATE_FILE).write_text("{}")
+    assert "is the checkpoint of a run" in refusal(check_conversion, copy, mine, "bf16")
+    (copy / MARKER).unlink()
+    assert "not a finished checkpoint" in refusal(check_conversion, copy, mine, "bf16")
+
+
+def test_a_conversion_from_before_the_source_got_another_config_is_refused(tmp_path):
+    source, checkpoint = there(tmp_path, "bfloat16")
+    shutil.rmtree(source)
+    changed = Checkpoint(write_tiny_checkpoint(source, dtype="bfloat16", experts=8))
+    assert "has shape (4," in refusal(check_conversion, checkpoint, changed, "bf16")

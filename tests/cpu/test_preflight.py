@@ -190,3 +190,9 @@ def test_a_prompt_that_is_longer_than_the_model_allows_is_named(folder):
     message = refusal(folder, "rollout.max_new_tokens=483")
     assert "has 30 tokens" in message and "max_position_embeddings = 512" in message
     check(folder, "rollout.max_new_tokens=482")
+
+
+def test_a_converted_checkpoint_is_checked_before_anything_starts(folder, tmp_path):
+    assert f"{tmp_path / 'none'}: has no COMPLETE marker" in refusal(
+        folder, f"model.megatron_checkpoint={tmp_path / 'none'}"
+    )

@@ -22,6 +22,7 @@ from glm5_next.launchers.runtime.checkpoint_folder import (
     step_folder,
     unfinished_folder,
 )
+from glm5_next.launchers.runtime.convert import hf_to_megatron
 from glm5_next.launchers.runtime.trainer import Trainer
 from tests.support.ranks import run_ranks
 from tests.support.training import batch, on_trainers, samples, settings, weights_of
@@ -264,3 +265,23 @@ def test_old_checkpoints_are_dropped_and_what_never_became_whole_with_them(tmp_p
 def test_a_run_without_checkpoints_has_no_last_one(tmp_path):
     assert last_checkpoint(tmp_path) is None
     drop_old_checkpoints(tmp_path, keep=2)
+
+
+def first_update(trainer: Trainer) -> tuple[dict, dict]:
+    """Before and after one step."""
+    before = snapshot(trainer)
+    trainer.train(batch(trainer.run, samples(4)))
+    return before, snapshot(trainer)
+
+
+def test_a_run_starts_from_a_converted_checkpoint_as_from_its_source(source, tmp_path):
+    """The folder in `model.checkpoint` is another one's, so that weights cannot have come from there."""
+    other = write_tiny_checkpoint(
+        tmp_path / "hf", layers=4, experts=4, mtp=False, vision=False, seed=1, dtype="float32"
+    )
+    hf_to_megatron(other, tmp_path / "megatron")
+    layout = LAYOUTS["ep2"]
+    expected = on_trainers(settings(other, **layout), first_update)
+    converted = settings(source.folder, model__megatron_checkpoint=str(tmp_path / "megatron"), **layout)
+    assert on_trainers(converted, first_update) == expected
+    assert expected[0][0] != expected[0][1], "the step should change something"
