@@ -26,7 +26,10 @@ def fetch_prompts(repository: str, revision: str | None, out: Path) -> Path:
     files = sorted(path for path in folder.rglob("*.jsonl") if ".cache" not in path.parts)
     if len(files) != 1:
         names = ", ".join(str(path.relative_to(folder)) for path in files) or "none"
-        raise ValueError(f"{repository}: needs exactly one .jsonl file, it has {names}; give --prompts FILE")
+        raise ValueError(
+            f"{repository}: needs exactly one .jsonl file, it has {names}; give --prompts FILE (a "
+            ".parquet file is answered with the command that makes JSONL of it)"
+        )
     return files[0]
 
 

@@ -14,18 +14,31 @@ from glm5_next.launchers.types import Prompt
 ROLES = ("system", "user", "assistant", "tool")
 
 
+PARQUET = b"PAR1"  # how such a file begins
+TO_JSONL = "import json, pyarrow.parquet as p; [print(json.dumps(row)) for row in p.read_table('FILE').to_pylist()]"
+
+
+def read_lines(path: Path) -> list[bytes]:
+    """Of a JSONL file, without their ends. Raises ValueError for what cannot be read, and for Parquet."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    if lines[0].startswith(PARQUET):
+        raise ValueError(
+            f"{path}: is Parquet, prompts are read from JSONL; with pyarrow installed somewhere this makes it: "
+            f'python -c "{TO_JSONL.replace("FILE", str(path))}" > {path.stem}.jsonl'
+        )
+    return lines[:-1] if lines[-1] == b"" else lines
+
+
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file, in file order, or one ValueError that names file, line and fault.
 
     Each line is an object with `prompt` (text) or `messages` (list of {"role", "content"}), `answer` (text or number)
     and optionally `id` (text or whole number; default "<file stem>:<line>"). Other keys are ignored.
     """
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    if lines[-1] == b"":
-        lines.pop()
+    lines = read_lines(path)
     prompts: list[Prompt] = []
     first_lines: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):

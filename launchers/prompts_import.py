@@ -1,7 +1,8 @@
 """Prompt files of other projects, in our form (see `prompts`): dapo-math-17k in both of its layouts. Needs no torch.
 
 zhuzilin/dapo-math-17k has lines {"prompt": [messages], "label": text}; the original, BytedTsinghua-SIA/DAPO-Math-17k, has
-{"prompt": [messages], "reward_model": {"ground_truth": text}, "extra_info": {"index": text}} and repeats its prompts.
+{"prompt": [messages], "reward_model": {"ground_truth": text}, "extra_info": {"index": text}} and repeats its prompts; it
+comes as Parquet, which is refused with the command that makes JSONL of it.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from glm5_next.launchers.atomic_write import write_atomic
-from glm5_next.launchers.prompts import digest, read_prompts
+from glm5_next.launchers.prompts import digest, read_lines, read_prompts
 
 
 def import_prompts(source: Path, out: Path) -> int:
@@ -20,7 +21,7 @@ def import_prompts(source: Path, out: Path) -> int:
     `out` exists with other prompts.
     """
     records = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(read_lines(source), start=1):
         try:
             records.append(_ours(json.loads(line), f"{source.stem}:{number}"))
         except (ValueError, TypeError, AttributeError) as error:

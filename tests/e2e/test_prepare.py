@@ -204,3 +204,21 @@ def test_a_line_that_does_not_fit_is_named(line, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         import_prompts(jsonl(tmp_path / "in.jsonl", [DAPO[0], line]), tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_parquet_is_refused_with_the_command_that_makes_jsonl_of_it(tmp_path):
+    source = tmp_path / "in.parquet"
+    source.write_bytes(b"PAR1" + bytes(range(256)))
+    for read in (read_prompts, lambda path: import_prompts(path, tmp_path / "out.jsonl")):
+        with pytest.raises(
+            ValueError, match=r"in.parquet: is Parquet, .*read_table\('.*in.parquet'\).* > in.jsonl"
+        ) as error:
+            read(source)
+        command = str(error.value).split('"')[1]
+        compile(command, "command", "exec")
+
+
+def test_a_line_separator_within_a_text_ends_no_line(tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps({"prompt": "one\u2028two", "label": "1"}, ensure_ascii=False) + "\n")
+    assert import_prompts(source, tmp_path / "out.jsonl") == 1
