@@ -106,6 +106,18 @@ def strips(*fields: str) -> Fault:
     return lambda body, go_on: go_on({key: value for key, value in body.items() if key not in fields})
 
 
+def retracts(when: Callable[[str], bool]) -> Fault:
+    """SGLang computed those requests twice: old log-probabilities come back with the record of the second pass."""
+
+    def fault(body: dict[str, Any], go_on: Callable[[dict[str, Any]], Answer]) -> Answer:
+        code, answer = go_on(body)
+        if when(body["rid"]):
+            answer["meta_info"]["num_retractions"] = 1
+        return code, answer
+
+    return fault
+
+
 def only(count: int, fault: Fault) -> Fault:
     """The fault at the given call (from 1) and the normal answer at all others."""
     calls = iter(range(1, 1_000_000))
