@@ -18,10 +18,12 @@ KPOOL_BACKENDS = ("tilelang", "fa3", "trtllm")  # sparse attention that knows po
 ENGINE_PYTHON = "GLM5_NEXT_ENGINE_PYTHON"  # set in our image, where SGLang has an environment of its own
 SHARE_OF_GPU = "0.4"  # of its memory, for a server that shares it with a trainer rank; a later flag wins
 EVERYWHERE = ("0.0.0.0", "::", "*")
-# Of SGLang: KV that no pass of this server computed, other rows on every rank, or two models on one recorder.
+# Of SGLang: KV that no pass of this server computed, or that moves; other tokens on every rank; two models, or two halves of
+# a batch, on one recorder.
 SPOIL_PICKS = (
-    *("--enable-hierarchical-cache", "--enable-hisparse", "--disaggregation-mode", "--speculative-algorithm"),
+    *("--enable-hierarchical-cache", "--enable-hisparse", "--disaggregation-mode", "--enable-unified-memory"),
     *("--attention-context-parallel-size", "--attn-cp-size"),
+    *("--speculative-algorithm", "--enable-two-batch-overlap"),
 )
 
 

@@ -8,6 +8,8 @@ Rows of cached prefixes are those of the pass that computed them.
 
 import functools
 import inspect
+import logging
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +20,7 @@ from torch import Tensor
 from glm5_next.launchers.engines.chosen_pools import chosen_pools, narrowest
 from glm5_next.plugins.pick_coding import first_choice
 
+logger = logging.getLogger(__name__)
 VERSION = "0.5.23"
 CREATE = "sglang.srt.state_capturer.indexer_topk.create_indexer_capturer"
 SELECT = "_forward_cuda_impl"  # of IndexerKPool; every way into the indexer goes through it
@@ -127,6 +130,8 @@ class PoolRecorder:
         self.columns = {layer: column for column, layer in enumerate(layers)}
         self.kpool, self.num_selected = kpool, num_selected
         shape = (len(layers), num_selected)
+        size = num_slots * math.prod(shape) * dtype.itemsize / 2**30
+        logger.info("picks of the indexer: %.1f GiB of host memory, a row for each of %d KV slots", size, num_slots)
         self.step = torch.full((max_rows, *shape), -1, dtype=dtype, device=device)
         self.position_of = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.host_cache = HostRows(torch.full((num_slots, *shape), -1, dtype=dtype))

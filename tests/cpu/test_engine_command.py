@@ -47,6 +47,8 @@ def test_picks_are_asked_for_in_each_engines_own_way():
             "--enable-hierarchical-cache: the indexer's picks cannot be recorded",
         ),
         ("sglang", ["--disaggregation-mode=decode"], "--disaggregation-mode decode: the indexer's picks cannot"),
+        ("sglang", ["--enable-unified-memory"], "--enable-unified-memory: the indexer's picks cannot"),
+        ("sglang", ["--enable-two-batch-overlap"], "--enable-two-batch-overlap: the indexer's picks cannot"),
         ("sglang", ["--attn-cp-size", "2"], "--attn-cp-size 2: the indexer's picks cannot"),
         ("sglang", ["--speculative-algorithm", "EAGLE"], "--speculative-algorithm EAGLE: the indexer's picks cannot"),
         ("vllm", ["--speculative-config", "{}"], "drafted tokens' picks"),
