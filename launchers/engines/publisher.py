@@ -73,8 +73,8 @@ class Publisher:
         ]
         try:
             broadcast(flattened(bucket, self.device), self.group, lambda: _while_none_failed(calls))
-        except (EnginesFailed, RuntimeError):  # torch raises RuntimeError for a broken connection
-            self._give_up(calls)
+        except (EnginesFailed, RuntimeError) as error:  # torch raises RuntimeError for a broken connection
+            self._give_up(calls, str(error))
         self._collect(calls)
 
     def commit_update(self, digests: Mapping[str, str]) -> None:
@@ -121,8 +121,8 @@ class Publisher:
             first += sizes[client.name]
         try:
             self.group = end.join(lambda: _while_none_failed(calls))
-        except (EnginesFailed, RuntimeError):
-            self._give_up(calls)
+        except (EnginesFailed, RuntimeError) as error:
+            self._give_up(calls, str(error))
         self._collect(calls)
 
     def _all(
@@ -143,8 +143,11 @@ class Publisher:
             raise EnginesFailed(reasons)
         return outcomes
 
-    def _give_up(self, calls: Sequence[Future[Any]]) -> NoReturn:
-        """A broadcast that will not end: the group is of no use, and calls that are stuck in it are not waited for."""
+    def _give_up(self, calls: Sequence[Future[Any]], why: str) -> NoReturn:
+        """A broadcast that will not end: the group is of no use, and calls that are stuck in it are not waited for.
+
+        `why` is told where no engine has a reason; NCCL's last line is in it, such as that two versions of it cannot meet.
+        """
         failures = [error for call in calls if call.done() and isinstance(error := call.exception(), _Failure)]
         self._leave()
         wait(calls, SECONDS_FOR_REASONS)
@@ -155,7 +158,7 @@ class Publisher:
         gone = [error for error in failures if isinstance(error.__cause__, Unreachable)]
         reasons = {error.name: str(error) for error in gone or failures}
         raise EnginesFailed(
-            reasons or {client.name: f"{client.name}: the broadcast of weights broke" for client in self.clients}
+            reasons or {client.name: f"{client.name}: the broadcast of weights broke: {why}" for client in self.clients}
         )
 
 

@@ -11,13 +11,14 @@ import numpy as np
 import ray
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.engines.client import ALL_MEMORY, EngineClient
+from glm5_next.launchers.engines.client import EngineClient
 from glm5_next.launchers.engines.clients import client_of
 from glm5_next.launchers.engines.command import engine_command
 from glm5_next.launchers.engines.fleet import Fleet
+from glm5_next.launchers.engines.guests import environment, first_sleep
 from glm5_next.launchers.engines.keys import find_key
 from glm5_next.launchers.engines.order import Order, Outcome
-from glm5_next.launchers.engines.wire import Address, EngineError, EventLoop
+from glm5_next.launchers.engines.wire import Address, EventLoop
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime.actors import describe
 from glm5_next.launchers.runtime.engine import Completion, Lost
@@ -103,7 +104,7 @@ class Servers:
             self.loop.run(self.fleet.look_after())
             self._replace_dead()
             names = [name for name, member in self.fleet.members.items() if member.state != "gone" and name not in out]
-            if not names and not self._replace(list(out)):
+            if not names and not self._started_again(list(out)):
                 raise WorkerFailed(f"no engine is left to publish weights version {version} to: {self._why()}")
             if not names:
                 out.clear()
@@ -139,6 +140,12 @@ class Servers:
 
     def _why(self) -> str:
         return "; ".join(member.why for member in self.fleet.members.values())
+
+    def _started_again(self, names: Sequence[str]) -> bool:
+        """Whether there are servers again after an update that failed on all; colocated ones were ended and replaced."""
+        if self.colocated:
+            return any(self.fleet.members[name].state != "gone" for name in names)
+        return self._replace(names)
 
     def _replace_dead(self) -> None:
         self._replace([name for name, member in self.fleet.members.items() if member.state == "gone"])
@@ -177,7 +184,7 @@ class Servers:
                 self.key,
                 self.run_dir / f"{name.replace(' ', '-')}.log",
                 self.local,
-                self._environment(name),
+                environment(settings.engine, self.gpus.get(name, ())) if self.colocated else {},
             )
             for name in names
         ]
@@ -188,29 +195,15 @@ class Servers:
         ]
         self._answers(names, waits)
         if self.colocated:
-            self.loop.run(self._first_sleep(names))
+            self._first_sleep(names)
 
-    def _environment(self, name: str) -> dict[str, str]:
-        """Of a colocated server: the GPUs of its trainer ranks, in their order; otherwise it has those that Ray gives it.
-
-        vLLM reads handles of GPU memory as a pickle, when told to; it comes with the key, like everything it is sent.
-        """
-        if not self.colocated:
-            return {}
-        gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus[name])} if self.gpus.get(name) else {}
-        return gpus | ({"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"} if self.run.rollout.engine == "vllm" else {})
-
-    async def _first_sleep(self, names: Sequence[str]) -> None:
-        """Notes what colocated servers were started with, before they give it back."""
-        for name in names:
-            client = self._client(name)
-            try:
-                self.started[name] = await client.checksums()
-                await client.release(ALL_MEMORY)
-            except EngineError as error:
-                raise WorkerFailed(f"{name} did not give its memory to the trainer: {error}") from error
-            finally:
-                await client.close()
+    def _first_sleep(self, names: Sequence[str]) -> None:
+        works = {name: self.loop.start(first_sleep(self._client(name))) for name in names}
+        failed = [str(error) for work in works.values() if (error := work.exception()) is not None]
+        if failed:
+            self._end(names)
+            raise WorkerFailed(f"not every colocated server gave its memory to the trainer: {'; '.join(failed)}")
+        self.started |= {name: work.result() for name, work in works.items()}
 
     def _end(self, names: Iterable[str]) -> None:
         """Ends servers whose memory is in no known state; the next update starts them again."""

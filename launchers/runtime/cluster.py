@@ -1,11 +1,9 @@
 """Ray, as the driver sees it: where trainer ranks and rollout engines run, and what is said when one of them fails."""
 
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -31,10 +29,10 @@ from glm5_next.launchers.runtime.engine import Completion, Lost
 from glm5_next.launchers.runtime.placement import (
     check_cpus,
     guest_options,
-    init_arguments,
     is_local,
     server_options,
     shared_ranks,
+    start_ray,
     trainer_options,
 )
 from glm5_next.launchers.runtime.reaper import Reaper
@@ -82,9 +80,8 @@ class Cluster:
     def __enter__(self) -> Self:
         self._reaper = Reaper()
         try:
-            with _same_handler(signal.SIGTERM):  # Ray takes it over
-                rollout = self.run.rollout
-                ray.init(**init_arguments(self.run.parallel.ranks + rollout.num_engines + rollout.max_restarts))
+            rollout = self.run.rollout
+            start_ray(self.run.parallel.ranks + rollout.num_engines + rollout.max_restarts)
             check_cpus(self.run.parallel.ranks + rollout.num_engines)
             self._start()
             self._reaper.all_started()
@@ -248,12 +245,3 @@ class Cluster:
         if dead:
             return WorkerFailed(f"{self._watches[dead[0]]} died during {what}: its process was killed or crashed")
         return WorkerFailed(f"{name} failed in {what}: {describe(cause)}")
-
-
-@contextmanager
-def _same_handler(number: signal.Signals) -> Iterator[None]:
-    before = signal.getsignal(number)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

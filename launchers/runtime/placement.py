@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,15 @@ def init_arguments(num_cpus: int) -> dict[str, Any]:
         "object_store_memory": OBJECT_STORE_BYTES,
         **quiet,
     }
+
+
+def start_ray(num_cpus: int) -> None:
+    """Ray takes SIGTERM over; afterwards it is handled as before."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(**init_arguments(num_cpus))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def is_local() -> bool:

@@ -11,9 +11,11 @@ import pytest
 from glm5_next.launchers.config import load_run_config
 from glm5_next.launchers.engines import servers as servers_module
 from glm5_next.launchers.engines.client import ALL_MEMORY
+from glm5_next.launchers.engines.guests import environment
 from glm5_next.launchers.engines.order import Order, Outcome
 from glm5_next.launchers.engines.servers import Servers
 from glm5_next.launchers.engines.wire import Address, Malformed, Refused
+from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.runtime import cluster as cluster_module
 from glm5_next.launchers.runtime.cluster import Cluster
 from glm5_next.launchers.runtime.placement import shared_ranks
@@ -70,7 +72,7 @@ class OnTrainers(Servers):
             self.world.dead.discard(name)
             self.world.awake.add(name)
             self.world.events.append(f"{name} starts")
-        self.loop.run(self._first_sleep(names))
+        self._first_sleep(names)
 
     def _answers(self, names: Sequence[str], calls: Sequence[Any]) -> list[Any]:
         return list(calls)
@@ -120,7 +122,8 @@ def test_a_server_whose_update_fails_is_ended_so_that_it_holds_no_memory_and_ano
     servers.world.refuses = {"engine 1"}
     servers.release()
     assert servers.world.dead == {"engine 1"} and servers.world.events[-1] == "engine 1 ends"
-    servers.publish(1, lambda order: (servers.world.refuses.clear(), servers.send(order))[1])
+    servers.world.refuses = set()
+    servers.publish(1, servers.send)
     assert servers.world.awake == set(ALL) and servers.restarts == 1
 
 
@@ -182,10 +185,31 @@ def test_a_server_and_its_trainer_ranks_are_on_one_node():
     assert list(shared_ranks([{}, {}], 1, 1)) == [1]
 
 
-def test_a_server_sees_the_gpus_of_its_ranks_and_vllm_reads_handles(servers):
-    assert servers._environment("engine 0") == {}
-    servers.gpus["engine 0"] = ["4", "5"]
-    assert servers._environment("engine 0") == {"CUDA_VISIBLE_DEVICES": "4,5"}
-    rollout = servers.run.rollout.model_copy(update={"engine": "vllm"})
-    servers.run = servers.run.model_copy(update={"rollout": rollout})
-    assert servers._environment("engine 0")["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+def test_a_server_sees_the_gpus_of_its_ranks_and_vllm_reads_handles():
+    assert environment("sglang", []) == {}
+    assert environment("sglang", ["4", "5"]) == {"CUDA_VISIBLE_DEVICES": "4,5"}
+    assert environment("vllm", ["4"])["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+
+
+def test_servers_that_all_fail_are_started_again_until_there_are_no_restarts_left(servers):
+    failures = iter([set(ALL)])
+
+    def send(order: Order) -> Outcome:
+        servers.world.refuses = next(failures, set())
+        outcome = servers.send(order)
+        servers.world.refuses = set()
+        return outcome
+
+    servers.publish(0, send)
+    assert servers.world.awake == set(ALL) and servers.restarts == 2
+    failures = iter([set(ALL)])
+    with pytest.raises(WorkerFailed, match="no engine is left to publish weights version 1 to"):
+        servers.publish(1, send)
+    assert not servers.world.awake
+
+
+def test_a_server_that_keeps_its_memory_from_the_start_is_ended(servers):
+    servers.world.refuses = {"engine 0"}
+    with pytest.raises(WorkerFailed, match="engine 0: status 500"):
+        servers._start_servers(["engine 0"])
+    assert "engine 0" in servers.world.dead
