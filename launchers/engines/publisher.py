@@ -111,8 +111,7 @@ class Publisher:
         """One group of rank 0 here and all ranks of all engines."""
         sizes = self._all(lambda client: client.world_size())
         by_id = self.device.type == "cuda" and all(client.meets_by_id for client in self.clients)
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        end = (ById if by_id else ByAddress)(self.host, 1 + sum(sizes.values()), backend, MEETING_DEADLINE)
+        end = (ById if by_id else ByAddress)(self.host, 1 + sum(sizes.values()), self.device, MEETING_DEADLINE)
         self.meeting = end.meeting
         calls: list[Future[Any]] = []
         first = 1

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from glm5_next.launchers.engines.client import Meeting, TensorList
 
 POLL_SECONDS = 0.0005
 NCCL_ID_BYTES = 128
+BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def listen(host: str, timeout: timedelta) -> dist.TCPStore:
@@ -43,9 +45,9 @@ def group_name(port: int) -> str:
 class ByAddress:
     """Ranks meet at a store that listens here."""
 
-    def __init__(self, host: str, world_size: int, backend: str, timeout: timedelta):
+    def __init__(self, host: str, world_size: int, device: torch.device, timeout: timedelta):
         self.store, self.timeout = listen(host, timeout), timeout
-        self.meeting = Meeting(host, self.store.port, world_size, group_name(self.store.port), backend)
+        self.meeting = Meeting(host, self.store.port, world_size, group_name(self.store.port), BACKENDS[device.type])
 
     def join(self, go_on: Callable[[], Any]) -> dist.ProcessGroup:
         """Waits for all others."""
@@ -60,14 +62,14 @@ class ById:
     wants that one to be an all-reduce of one element (`distributed/weight_transfer/nccl_common.py`).
     """
 
-    def __init__(self, host: str, world_size: int, backend: str, timeout: timedelta):
+    def __init__(self, host: str, world_size: int, device: torch.device, timeout: timedelta):
         store, self.timeout, self.failure = dist.HashStore(), timeout, ""
-        name = group_name(secrets.randbits(32))
-        self.group = _rank_0(Meeting(host, 0, world_size, name, backend), store, timeout)
-        self.one = torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device()))
+        place = Meeting(host, 0, world_size, group_name(secrets.randbits(32)), BACKENDS[device.type])
+        self.group = _rank_0(place, store, timeout)
+        self.one = torch.zeros(1, device=device)
         self.first = threading.Thread(target=self._all_reduce, name="first collective", daemon=True)
         self.first.start()
-        self.meeting = Meeting(host, 0, world_size, name, backend, self._id(store))
+        self.meeting = replace(place, unique_id=self._id(store))
 
     def join(self, go_on: Callable[[], Any]) -> dist.ProcessGroup:
         """Waits for all others. `go_on` raises to give up; RuntimeError if it takes too long."""
@@ -84,7 +86,7 @@ class ById:
     def _all_reduce(self) -> None:
         try:
             dist.all_reduce(self.one, group=self.group)
-            torch.cuda.synchronize(self.one.device)
+            self.one.item()  # waits for the device
         except RuntimeError as error:
             self.failure = str(error)
 

@@ -24,12 +24,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_not()
     here = Path(__file__).parent
     for item in items:
-        if here not in item.path.parents:
-            continue
-        if reason is not None:
+        if reason is not None and here in item.path.parents:
             item.add_marker(pytest.mark.skip(reason=reason))
-        elif item.get_closest_marker("two_gpus") and torch.cuda.device_count() < 2:
-            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
 @pytest.fixture(autouse=True)

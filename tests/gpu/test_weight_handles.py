@@ -1,4 +1,4 @@
-"""Weights reach an engine's process: through handles of GPU memory on the same GPU, and over NCCL on another one."""
+"""An engine's process reads weights through handles of the trainer's memory on the same GPU."""
 
 import base64
 import json
@@ -7,24 +7,21 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from glm5_next.launchers.engines.shared_bucket import sglang_payload, share, vllm_payload
-from glm5_next.launchers.engines.weight_group import ById, broadcast, described, flattened, in_order
+from glm5_next.launchers.engines.weight_group import described, flattened, in_order
 from glm5_next.launchers.runtime.engine import Bucket
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 
 # An engine's process in a few lines. A GPU is found by its UUID, as SGLang (`srt/utils/patch_torch.py`) and vLLM
-# (`distributed/weight_transfer/ipc_engine.py`) do; the other end of NCCL is torch's plain binding.
+# (`distributed/weight_transfer/ipc_engine.py`) do.
 READER = """
 import base64, json, pickle, sys
 import torch
-from torch.cuda import nccl
 from torch.multiprocessing import reductions
 from glm5_next.launchers.runtime.weight_digest import weight_digest
 
@@ -41,28 +38,15 @@ def parts(flat, job):
     kinds = [getattr(torch, dtype) for dtype in job["dtypes"]]
     return [(n, p.view(k).view(s)) for n, p, k, s in zip(job["names"], pieces, kinds, job["shapes"])]
 
-comm = None
 for line in sys.stdin:
     job = json.loads(line)
-    if job["kind"] == "meet":
-        comm = nccl.init_rank(2, base64.b64decode(job["id"]), 1)
-        one = torch.zeros(1, device="cuda")
-        nccl.all_reduce([one], comms=[comm])
-        torch.cuda.synchronize()
-        print(json.dumps("met"), flush=True)
-        continue
-    if job["kind"] == "broadcast":
-        flat = torch.empty(sum(job["sizes"]), dtype=torch.uint8, device="cuda")
-        nccl.broadcast([flat], comms=[comm])
-        torch.cuda.synchronize()
+    got = pickle.loads(base64.b64decode(job["raw"]))
+    if job["kind"] == "sglang":
+        flat = got["flattened_tensor"]
+        assert [item.name for item in got["metadata"]] == job["names"]
     else:
-        got = pickle.loads(base64.b64decode(job["raw"]))
-        if job["kind"] == "sglang":
-            flat = got["flattened_tensor"]
-            assert [item.name for item in got["metadata"]] == job["names"]
-        else:
-            ((uuid, args),) = got.items()
-            flat = rebuild(*args[:6], uuid, *args[7:])
+        ((uuid, args),) = got.items()
+        flat = rebuild(*args[:6], uuid, *args[7:])
     digests = {name: weight_digest(tensor, tensor.dtype) for name, tensor in parts(flat, job)}
     flat = got = None
     print(json.dumps(digests), flush=True)
@@ -129,22 +113,3 @@ def test_another_process_reads_a_bucket_in_our_memory_and_lets_go_of_it(kind):
             del these, flat, shared
             torch.cuda.ipc_collect()
             assert torch.cuda.memory_allocated() == before, "the reader's count of the handle"
-
-
-@pytest.mark.two_gpus
-def test_a_process_that_has_nccls_id_meets_us_and_its_end_is_survived():
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for _ in range(2):
-        end = ById("127.0.0.1", 2, "nccl", timedelta(seconds=60))
-        with engine("1") as reader:
-            reader.tell(kind="meet", id=base64.b64encode(end.meeting.unique_id).decode())
-            group = end.join(lambda: None)
-            assert reader.answer() == "met"
-            for seed in range(2):
-                these = bucket(seed)
-                reader.tell(kind="broadcast", **fields(these))
-                broadcast(flattened(these, torch.device("cuda")), group, lambda: None)
-                assert reader.answer() == digests(these)
-        dist.destroy_process_group(group)
-        assert torch.ones(4, device="cuda").sum().item() == 4
