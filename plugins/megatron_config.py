@@ -28,6 +28,9 @@ UNSUPPORTED = {
     "layernorm_zero_centered_gamma": False,
     "moe_expert_capacity_factor": None,  # replayed routes are not dropped
     "moe_z_loss_coeff": None,  # nor do they get this loss
+    "moe_router_load_balancing_type": "none",  # nor any other
+    "moe_router_num_groups": None,  # the model's experts are chosen among all
+    "moe_router_force_load_balancing": False,
     "overlap_moe_expert_parallel_comm": False,  # schedules sublayers itself and would skip the hyper-connections
     "moe_shared_expert_overlap": False,
     "qk_layernorm": False,  # True sums complete gradients of anything named q_layernorm once more over TP

@@ -41,15 +41,15 @@ class Glm5NextRouter(KeepFp32, TopKRouter):
         """Megatron's routing, with recorded experts in place of the live choice where there is a record.
 
         Combine weights are computed from live unbiased scores in both cases, so gradients flow; a record that brings the
-        engine's weights replaces their values only.
+        engine's weights replaces their values only. Experts are always chosen here: megatron-core 0.19.2 sorts them by
+        score in a pass with gradients only, and their weights, whose sum depends on the order, then differ in the last bit
+        between a forward pass and its recomputation.
         """
-        if self.replay is None:
-            return super().routing(logits, padding_mask)
         layer, share = self.layer_number - 1, {"rank": self.tp_group.rank(), "size": self.tp_group.size()}
         logits = logits.view(-1, self.config.num_moe_experts)
         with torch.no_grad():
             live = (logits.sigmoid() + self.expert_bias).topk(self.topk, dim=-1).indices
-            experts = self.replay.choose(layer, lambda: live, **share)
+            experts = live if self.replay is None else self.replay.choose(layer, lambda: live, **share)
         weights, routing_map = topk_routing_with_score_function(
             logits,
             self.topk,

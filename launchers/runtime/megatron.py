@@ -86,7 +86,9 @@ def build_optimizer(
     overrides = get_standard_config_overrides(config)
     if config.bf16:
         overrides |= FP32_APART
-    optimizer = get_megatron_optimizer(config, list(chunks), overrides)
+    # The offloading optimizer takes no view that has a gradient's history, which fp32 parameters would give it.
+    with torch.no_grad():
+        optimizer = get_megatron_optimizer(config, list(chunks), overrides)
     steps = run.train.steps * run.grpo.mini_batches
     scheduler = OptimizerParamScheduler(
         optimizer,

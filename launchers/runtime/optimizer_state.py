@@ -15,6 +15,8 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from glm5_next.launchers.runtime.offload_state import start_offloaded_states
+
 # Of the distributed optimizer's formats the one in the shapes of parameters; the others fix the data-parallel size.
 METADATA = {"chained_optim_avoid_prefix": True, "distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -57,6 +59,9 @@ def _start_states(optimizer: MegatronOptimizer) -> None:
     """Zeros where nothing was updated yet: before a load, or before a save of a run whose first groups were all dropped.
     Megatron asks torch's Adam for `step` before it has put one there."""
     for part in _parts(optimizer):
+        if hasattr(part.optimizer, "sub_optimizers"):  # Megatron's offloading optimizer
+            start_offloaded_states(part.optimizer)
+            continue
         part.init_state_fn(part.optimizer, part.config)
         if isinstance(part.optimizer, torch.optim.Adam):
             for state in part.optimizer.state.values():

@@ -5,6 +5,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from glm5_next.plugins.megatron_config import megatron_config
@@ -92,6 +93,26 @@ def step(bias_update_rate: float) -> tuple[Tensor, Tensor]:
     logits_of(wrapped, tiny.tokens(LENGTH)).square().mean().backward()
     finalize_model_grads([wrapped], num_tokens=torch.tensor(LENGTH))
     return before, bias()
+
+
+@pytest.mark.parametrize("routing", [Glm5NextRouter.routing, TopKRouter.routing], ids=["ours", "Megatron's"])
+def test_weights_have_the_same_bits_with_and_without_gradients(monkeypatch, routing):
+    """A recomputed pass must repeat the first one; Megatron sums the chosen scores in another order without gradients.
+
+    On a CPU torch sorts in both cases, so the order of a GPU is put in its place.
+    """
+
+    def topk(*args, sorted=True, original=torch.topk, **kwargs):
+        values, indices = original(*args, **kwargs)
+        return (values, indices) if sorted else (values.flip(-1), indices.flip(-1))
+
+    monkeypatch.setattr(torch, "topk", topk)
+    router, logits = router_of(), 3 * torch.randn(500, CONFIG.num_experts)
+    router.topk = 5
+    with_gradients, _ = routing(router, logits)
+    with torch.no_grad():
+        without, _ = routing(router, logits)
+    assert torch.equal(with_gradients, without) == (routing is Glm5NextRouter.routing)
 
 
 def test_bias_is_the_same_after_a_training_step():
