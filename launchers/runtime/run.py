@@ -20,9 +20,10 @@ from rich.console import Console
 from glm5_next.launchers.atomic_write import write_atomic
 from glm5_next.launchers.config import RunConfig, describe, load_run_config, with_absolute_paths
 from glm5_next.launchers.failures import RunFailed
-from glm5_next.launchers.metrics import MetricsLog, read_metrics
+from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.phase_watch import PhaseWatch
 from glm5_next.launchers.progress import Progress
+from glm5_next.launchers.run_report import results
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.checkpoint_folder import STATE_FILE, last_checkpoint
 from glm5_next.launchers.runtime.cluster import Cluster
@@ -144,8 +145,8 @@ def _print_backends(backends: Mapping[str, str], console: Console) -> None:
     console.print("backends: " + ", ".join(f"{name} {backend}" for name, backend in backends.items()))
     if not COMPILED_ON_FIRST_USE.isdisjoint(backends.values()):
         console.print(
-            "kernels are compiled and tuned on first use: the first step can take minutes (later runs find the results in "
-            "Triton's cache, ~/.triton)"
+            "kernels are compiled on first use, and on other cards than Hopper tuned: the first step can take minutes (later "
+            "runs find the results in Triton's cache, ~/.triton)"
         )
 
 
@@ -223,17 +224,11 @@ def _how_to_continue(run_dir: Path) -> str:
 
 
 def _report(console: Console, run_dir: Path, *, finished: bool) -> None:
-    records = read_metrics(run_dir / METRICS_FILE)
-    rewards = [record["reward_mean"] for record in records[-5:]]
-    heldout = [record["heldout_reward"] for record in records if record.get("heldout_reward") is not None]
-    lines = []
-    if rewards:
-        lines.append(f"mean reward of the last {len(rewards)} steps: {sum(rewards) / len(rewards):.3f}")
-    if heldout:
-        lines.append(
-            f"held-out reward: {records[0].get('heldout_reward_start', float('nan')):.3f} -> {heldout[-1]:.3f}"
-        )
-    lines += [f"plots:          {run_dir / 'plots'}", f"TensorBoard:    tensorboard --logdir {run_dir / 'tensorboard'}"]
-    lines.append(f"trained model:  {run_dir / EXPORT_FOLDER}" if finished else f"stopped; {_how_to_continue(run_dir)}")
-    for line in lines:
+    last = f"trained model:  {run_dir / EXPORT_FOLDER}" if finished else f"stopped; {_how_to_continue(run_dir)}"
+    for line in (
+        *results(run_dir / METRICS_FILE),
+        f"plots:          {run_dir / 'plots'}",
+        f"TensorBoard:    tensorboard --logdir {run_dir / 'tensorboard'}",
+        last,
+    ):
         console.print(line)
