@@ -85,25 +85,38 @@ def test_engine_and_trainer_agree_over_http(watched: Watched):
     assert [record["weights_version"] for record in watched.ended.records] == [0, 1, 2]
 
 
-def test_experts_and_picks_of_the_servers_are_replayed_in_every_pass(watched: Watched, workplace: Workplace):
+def check_reads(ended: Ended, workplace: Workplace) -> None:
+    """Experts and picks are read in the same number of passes."""
     model = Checkpoint(workplace.folder / "tiny-checkpoint").config
     experts, picks = model.mlp_kinds.count("moe"), model.attention_kinds.count("dsa")
-    for record in watched.ended.records:
+    for record in ended.records:
         passes, rest = divmod(record["replay_reads"], experts + picks)
         assert passes > 0 and not rest, f"{record['replay_reads']} reads of {experts} and {picks} layers"
 
 
-def test_a_server_without_our_plugin_is_refused_before_the_first_step(workplace: Workplace):
-    launch = json.dumps(
-        [word for word in preset("tiny-http")["rollout"]["launch"] if word not in ("--picks", "recorded")]
-    )
-    words = (
-        word
-        for setting in (*SETTINGS, "output.run_id=stock", f"rollout.launch={launch}")
-        for word in ("--set", setting)
-    )
+def test_experts_and_picks_of_the_servers_are_replayed_in_every_pass(watched: Watched, workplace: Workplace):
+    check_reads(watched.ended, workplace)
+
+
+def launched(workplace: Workplace, name: str, launch: list[str], *settings: str) -> Ended:
+    """A run with servers that are started by other words."""
+    changed = (*SETTINGS, f"output.run_id={name}", f"rollout.launch={json.dumps(launch)}", *settings)
+    words = (word for setting in changed for word in ("--set", setting))
     with running(workplace.folder, "train", "--preset", "tiny-http", *words) as run:
-        ended = end_of(run, workplace.run_dir("stock"))
+        return end_of(run, workplace.run_dir(name), SECONDS_TO_FINISH)
+
+
+def test_picks_come_over_the_other_protocol_as_well(workplace: Workplace):
+    launch = [word.replace("sglang", "vllm") for word in preset("tiny-http")["rollout"]["launch"]]
+    ended = launched(workplace, "vllm", launch, "rollout.engine=vllm", "rollout.transport=disk", "train.steps=1")
+    assert ended.code == 0, ended.output
+    assert ended.records[0]["start_mismatch_kl_mean"] <= 1e-8 and ended.records[0]["expert_overlap"] > 0.999
+    check_reads(ended, workplace)
+
+
+def test_a_server_without_our_plugin_is_refused_before_the_first_step(workplace: Workplace):
+    launch = [word for word in preset("tiny-http")["rollout"]["launch"] if word not in ("--picks", "recorded")]
+    ended = launched(workplace, "stock", launch)
     assert ended.code == 1 and not ended.records
     assert "zeros for a pooled indexer; the server has not loaded this package's plugin" in ended.error
 
