@@ -48,8 +48,8 @@ def share(flat: Tensor) -> Shared:
 def sglang_payload(shared: Shared, tensors: TensorList) -> bytes:
     """One rank's entry of `update_weights_from_tensor` with load_format "flattened_bucket".
 
-    Every name in it is one that the reader of SGLang 0.5.23 (`srt/utils/common.py`) lets through. A GPU is
-    named by its UUID: an index means another device in another process (`srt/utils/patch_torch.py`).
+    Every name in it is one that the reader of SGLang 0.5.23 (`srt/utils/common.py`) lets through. A GPU is named by its
+    UUID: an index means another device in another process (`srt/utils/patch_torch.py`).
     """
     metadata, start = [], 0
     for name, kind, shape, size in zip(tensors.names, tensors.kinds, tensors.shapes, tensors.sizes, strict=True):
@@ -65,7 +65,7 @@ def vllm_payload(shared: Sequence[Shared]) -> bytes:
 
 
 class Offers:
-    """All trainer ranks together offer one bucket after the other. Every method is collective over them."""
+    """All trainer ranks together offer one bucket after the other; `go_on` and `share` are collective over them."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -79,13 +79,14 @@ class Offers:
 
     def share(self, bucket: Bucket) -> list[Shared]:
         """By trainer rank: the way into its copy of the bucket."""
+        self.close()
         self._held = flattened(bucket, self.device)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, share(self._held))
         return everyone
 
     def close(self) -> None:
-        """Lets go of the last bucket."""
+        """Lets go of the last bucket: its memory is free once its reader has let go, too, which torch is asked to see to."""
         self._held = None
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()

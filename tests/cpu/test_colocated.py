@@ -1,6 +1,7 @@
 """A server that shares the trainer's device: what it does not take, or takes too early, is loud, and it sleeps afterwards."""
 
 import base64
+import io
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from glm5_next.bridge.name_map import model_tensors, on_disk
 from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.config import load_run_config
 from glm5_next.launchers.engines import tiny_payload
-from glm5_next.launchers.engines.client import ALL_MEMORY, Request
+from glm5_next.launchers.engines.client import ALL_MEMORY, Request, Shared
 from glm5_next.launchers.engines.colocated import ColocatedPublisher
 from glm5_next.launchers.engines.order import Order, Outcome
 from glm5_next.launchers.engines.shared_bucket import sglang_payload, share, vllm_payload
@@ -75,7 +76,7 @@ class Trainer:
 @pytest.fixture
 def trainer(folder, monkeypatch) -> Trainer:
     tiny.start_single_process()
-    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 100_000)
+    monkeypatch.setattr(weight_sync, "BUCKET_BYTES", 200_000)
     return Trainer(folder)
 
 
@@ -196,6 +197,31 @@ def test_a_bucket_comes_back_from_both_payloads_and_only_known_names_are_in_them
     monkeypatch.setattr(tiny_payload, "MEANINGS", {})
     with pytest.raises(ValueError, match="refused"):
         bucket_of_sglang(sglang_payload(share(flat), tensors))
+
+
+def test_a_handle_of_a_gpu_names_it_by_its_uuid_and_calls_nothing_that_sglang_would_not_let_through():
+    """Its reader (SafeUnpickler) has a list; these were on it in 0.5.23, and one more name would be refused."""
+    args = (torch.Tensor, torch.Size((134,)), (1,), 0, torch.storage.TypedStorage, torch.uint8, 3, b"handle")
+    rest = (2097152, 512, False, b"counter", 0, b"event", True)
+    raw = sglang_payload(Shared("GPU-1234", (*args, *rest)), described(bucket()))
+    seen: list[tuple[str, str]] = []
+    called: list[Any] = []
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            seen.append((module, name))
+            if name == "rebuild_cuda_tensor":
+                return lambda *given: called.append(given)
+            return super().find_class(module, name)
+
+    Reader(io.BytesIO(raw)).load()
+    assert called[0][6] == "GPU-1234" and called[0][7:] == (b"handle", *rest)
+    assert set(seen) == {
+        ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+        *(("torch", name) for name in ("Tensor", "Size", "uint8", "float32", "bfloat16")),
+        ("torch.storage", "TypedStorage"),
+        ("types", "SimpleNamespace"),
+    }
 
 
 class Hostile:
