@@ -38,13 +38,19 @@ HEAD_START = 4_000_000  # cycles (2 ms) in which the host queues a call, so that
 
 @dataclass
 class Row:
-    """One path: milliseconds of forward, and of forward and backward (None: not differentiable); peak GiB on top of inputs."""
+    """One path: milliseconds of forward, and of forward and backward (None: not differentiable); peak GiB on top of inputs.
+
+    `of_copy` and `of_matrix`: what the forward pass reaches of the rates that a copy and a product of matrices had in the
+    same run, counting what has to be moved and multiplied at least (None: not counted).
+    """
 
     name: str
     path: str
     forward_ms: float
     both_ms: float | None
     extra_gib: float
+    of_copy: float | None = None
+    of_matrix: float | None = None
 
 
 @dataclass
@@ -68,6 +74,12 @@ class Report:
         seconds = time.monotonic() - self.started
         print(f"{seconds:6.0f} s  {name:20} {path:22} {forward_ms:8.3f} {shown} ms {extra:7.2f} GiB", flush=True)
         return self.rows[-1]
+
+    def compare_with_card(self, row: Row, moved_bytes: float, flops: float) -> None:
+        """Of a row that was just measured; see `Row`."""
+        row.of_copy = moved_bytes / row.forward_ms / 1e9 / self.facts["copy_tb_per_s"]
+        row.of_matrix = flops / row.forward_ms / 1e9 / self.facts["matrix_tflop_per_s"]
+        print(f"{'':10}of the card's rates: copy {row.of_copy:.0%}, matrix {row.of_matrix:.0%}", flush=True)
 
     def ratio(self, name: str, ours: str, other: str) -> dict[str, float]:
         """How many times as fast ours is; {} unless both were measured."""
@@ -135,7 +147,28 @@ def measure_operator(report: Report, case: Problem, name: str) -> None:
         outputs = [out for out in case.call(function, leaves).values() if out.requires_grad]
         torch.autograd.grad(outputs, [x for x in leaves.values() if x.requires_grad], grads)
 
-    report.measure(case.operator, name, lambda: case.call(function, plain), both if case.trains else None)
+    row = report.measure(case.operator, name, lambda: case.call(function, plain), both if case.trains else None)
+    with torch.no_grad():
+        results = case.call(function, plain).values()
+    moved = sum(x.nbytes for x in (*plain.values(), *results))
+    report.compare_with_card(row, moved, multiplications(case.operator, plain))
+
+
+def multiplications(operator: str, inputs: dict[str, Tensor]) -> float:
+    """Floating-point operations of the forward pass in products of matrices; 0 for operators without any.
+
+    KDA: the recurrence, token by token (S k, the update, S q); chunked kernels do more.
+    """
+    if operator == "kda":
+        tokens, heads, width = inputs["q"].shape
+        return 2 * 3 * tokens * heads * width * width
+    if operator == "sparse_attention":
+        return 2 * 2 * int((inputs["indices"] >= 0).sum()) * inputs["q"].shape[1] * inputs["q"].shape[2]
+    if operator == "select_pools":  # a query scores the pools before it
+        return 2 * inputs["q"].numel() * len(inputs["pooled"]) / 2
+    if operator == "mhc_site":
+        return 2 * inputs["streams"].numel() * len(inputs["weight"])
+    return 0.0
 
 
 def run_slice(report: Report) -> None:

@@ -18,7 +18,7 @@ def test_phases_are_averaged_over_all_steps_in_their_order():
 
 def test_the_first_step_is_left_out_of_the_times_and_in_the_rewards(tmp_path):
     steps = [
-        {"reward_mean": 0.1 * step, "seconds_train": 90.0 if step == 0 else 1.0, "seconds_step": 1.0}
+        {"step": step, "reward_mean": 0.1 * step, "seconds_train": 90.0 if step == 0 else 1.0, "seconds_step": 1.0}
         for step in range(3)
     ]
     steps[0]["heldout_reward_start"], steps[2]["heldout_reward"] = 0.1, 0.4
