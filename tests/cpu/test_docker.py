@@ -82,6 +82,12 @@ def test_one_environment_would_not_do():
     }
 
 
+def test_trainer_and_engine_have_one_nccl():
+    """A group of two versions is refused by NCCL, and weights are sent in one."""
+    trainer, engine = (ENVIRONMENTS[name]["packages"]["nvidia-nccl-cu13"] for name in ("trainer", "engine"))
+    assert trainer == engine and f"nvidia-nccl-cu13=={engine['version']}" in ENVIRONMENTS["trainer"]["overrides"]
+
+
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_every_package_is_printed_once_with_its_hashes(name):
     lines = printed(name) + printed(name, "--sdists")
