@@ -27,6 +27,8 @@ class Workload:
     recompute: Literal["none", "full"] = "full"
     distributed_optimizer: bool = True
     offload: bool = False  # optimizer state in host memory
+    guest: float = 0.0  # bytes that an embedded engine keeps on the card of a rank
+    awake: float = 0.0  # bytes that a colocated server takes while it samples, when nothing is trained
 
     @property
     def width(self) -> int:
@@ -38,7 +40,7 @@ class Workload:
 class RankMemory:
     """Bytes of one rank at the peak of a step. `transient` is what lives for a moment beside the activations: the logits
     with their gradient, or later the weight gradients of one module before they are added to `gradients`, whichever is
-    more. `host` is what offloading moves to the host."""
+    more. `host` is what offloading moves to the host. `guest` and `awake` are the workload's."""
 
     weights: float
     gradients: float
@@ -47,10 +49,17 @@ class RankMemory:
     transient: float
     allowance: float = ALLOWANCE
     host: float = 0.0
+    guest: float = 0.0
+    awake: float = 0.0
+
+    @property
+    def engine(self) -> float:
+        return max(self.guest, self.awake)
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.transient + self.allowance
+        kept = self.weights + self.gradients + self.optimizer + self.guest + self.allowance
+        return kept + max(self.activations + self.transient, self.awake)
 
 
 def rank_memories(config: Glm5NextConfig, topology: Topology, workload: Workload) -> list[RankMemory]:
@@ -75,6 +84,8 @@ def _rank_memory(
             _logit_bytes(config, topology, workload) if position == topology.pp - 1 else 0.0,
         ),
         host=optimizer if workload.offload else 0.0,
+        guest=workload.guest,
+        awake=workload.awake,
     )
 
 

@@ -8,6 +8,7 @@ from glm5_next.plugins.config import Glm5NextConfig
 from glm5_next.plugins.topology import Topology
 
 RESERVE = 0.05  # of the card, for fragmentation
+PARTS = ("weights", "gradients", "optimizer", "activations", "transient", "engine")  # of `RankMemory`
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def what_it_lacks(chosen: Candidate) -> str | None:
     if chosen.fits:
         return None
     memory, missing = chosen.memory, -chosen.headroom / GIB
-    parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "transient")}
+    parts = {name: getattr(memory, name) for name in PARTS}
     largest = max(parts, key=lambda name: parts[name])
     helps = (
         " (--offload would move it to the host)" if largest == "optimizer" and missing <= parts[largest] / GIB else ""

@@ -7,18 +7,16 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from glm5_next.bridge.stage_sizes import stage_sizes
+from glm5_next.launchers.engines.shared_words import SHARE_OF_GPU
 from glm5_next.launchers.inspect_commands import console, model_config, preset_topology
 from glm5_next.launchers.memory import GIB, RankMemory, Workload
-from glm5_next.launchers.plan import Candidate, Cluster, Plan, candidate, make_plan, what_it_lacks
-from glm5_next.launchers.presets import find_preset
+from glm5_next.launchers.plan import PARTS, Candidate, Cluster, Plan, candidate, make_plan, what_it_lacks
+from glm5_next.launchers.presets import Preset, find_preset
+from glm5_next.plugins.config import Glm5NextConfig
+from glm5_next.plugins.topology import Topology
 
-PARTS = {
-    "weights": "weights",
-    "gradients": "grads",
-    "optimizer": "optim",
-    "activations": "activ",
-    "transient": "transient",
-}
+HEADINGS = dict(zip(PARTS, ("weights", "grads", "optim", "activ", "burst", "engine"), strict=True))
 DEFAULT_TOKENS = 32768
 
 
@@ -58,7 +56,7 @@ def judge_preset(source: Path | None, name: str, workload: dict[str, Any], *, as
         "recompute": train["recompute"],
         "offload": preset.values["optimizer"].get("offload", False),
     }
-    work = _workload(defaults | given)
+    work = _workload(defaults | _engine_bytes(preset, config) | given)
     chosen = candidate(config, topology, preset.cluster, work)
     lacks = what_it_lacks(chosen)
     if as_json:
@@ -67,6 +65,18 @@ def judge_preset(source: Path | None, name: str, workload: dict[str, Any], *, as
         _print_candidates([chosen], preset.cluster, work)
         console.print(f"{name} fits" if lacks is None else f"{name} does not fit: {lacks}")
     return chosen.fits
+
+
+def _engine_bytes(preset: Preset, config: Glm5NextConfig) -> dict[str, float]:
+    """What an engine takes on a trainer rank's card: an embedded one its weights, a colocated server its share."""
+    rollout = preset.values["rollout"]
+    assert preset.cluster is not None
+    if rollout["engine"] == "transformers":
+        (whole,) = stage_sizes(config, Topology())
+        return {"guest": 2.0 * whole.parameters}
+    if rollout.get("placement") == "colocated":
+        return {"awake": SHARE_OF_GPU * preset.cluster.gpu_memory_gb * 1e9}
+    return {}
 
 
 def _cluster(gpus: int, gpu_memory: float, nodes: int | None) -> Cluster:
@@ -99,7 +109,7 @@ def _print_plan(made: Plan, cluster: Cluster, work: Workload, top: int) -> None:
 
 def _print_candidates(candidates: list[Candidate], cluster: Cluster, work: Workload) -> None:
     table = Table(
-        *("TP", "PP", "EP", "ETP", "DP", *PARTS.values(), "total", "headroom"),
+        *("TP", "PP", "EP", "ETP", "DP", *HEADINGS.values(), "total", "free"),
         box=SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
@@ -107,8 +117,8 @@ def _print_candidates(candidates: list[Candidate], cluster: Cluster, work: Workl
             f"{cluster.nodes} x {cluster.gpus_per_node} GPUs of {cluster.gpu_memory_gb:g} GB, rows of {work.tokens} "
             f"tokens, recompute {work.recompute}; GiB on the fullest rank"
         ),
-        caption="activations, transient (logits, or one module's weight gradients) and total are estimates; total includes 4 GiB "
-        "for CUDA, NCCL and workspaces",
+        caption="activations, burst (logits, or one module's weight gradients) and total are estimates; total includes 4 GiB "
+        "for CUDA, NCCL and workspaces, and a colocated engine in place of activations if that is more",
     )
     for item in candidates:
         topology, memory = item.topology, item.memory

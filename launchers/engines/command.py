@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.engines.vllm_picks import OPTION
+from glm5_next.launchers.engines.shared_words import PICKS_OPTION, SHARE_OF_GPU
 from glm5_next.launchers.replay_plan import Recording
 from glm5_next.plugins.config import Glm5NextConfig
 
@@ -16,7 +16,6 @@ from glm5_next.plugins.config import Glm5NextConfig
 RECORDING_RUNNERS = ("deep_gemm", "triton", "flashinfer_trtllm_routed")
 KPOOL_BACKENDS = ("tilelang", "fa3", "trtllm")  # sparse attention that knows pooled indexers
 ENGINE_PYTHON = "GLM5_NEXT_ENGINE_PYTHON"  # set in our image, where SGLang has an environment of its own
-SHARE_OF_GPU = "0.4"  # of its memory, for a server that shares it with a trainer rank; a later flag wins
 EVERYWHERE = ("0.0.0.0", "::", "*")
 # Of SGLang: KV that no pass of this server computed, or that moves; other tokens on every rank; two models, or two halves of
 # a batch, on one recorder.
@@ -65,7 +64,7 @@ def _sglang(run: RunConfig) -> tuple[str, ...]:
         *("--max-running-requests", str(run.rollout.batch_size)),
         *(("--enable-return-routed-experts",) if recording.routes else ()),
         *(("--enable-return-indexer-topk",) if recording.picks else ()),
-        *(("--enable-memory-saver", "--mem-fraction-static", SHARE_OF_GPU) if _is_guest(run) else ()),
+        *(("--enable-memory-saver", "--mem-fraction-static", str(SHARE_OF_GPU)) if _is_guest(run) else ()),
     )
 
 
@@ -78,8 +77,8 @@ def _vllm(run: RunConfig) -> tuple[str, ...]:
         *("--weight-transfer-config", json.dumps({"backend": "ipc" if _is_guest(run) else "nccl"})),
         *("--logprobs-mode", "raw_logprobs", "--enable-prompt-tokens-details"),
         *(("--enable-return-routed-experts",) if recording.routes or recording.picks else ()),
-        *(("--additional-config", json.dumps({OPTION: True})) if recording.picks else ()),
-        *(("--enable-sleep-mode", "--gpu-memory-utilization", SHARE_OF_GPU) if _is_guest(run) else ()),
+        *(("--additional-config", json.dumps({PICKS_OPTION: True})) if recording.picks else ()),
+        *(("--enable-sleep-mode", "--gpu-memory-utilization", str(SHARE_OF_GPU)) if _is_guest(run) else ()),
     )
 
 
@@ -141,8 +140,8 @@ def _vllm_problems(flags: dict[str, str], recording: Recording, model: Glm5NextC
     records = recording.routes or recording.picks  # vLLM sends picks in the file of the experts
     if records and "--enable-return-routed-experts" not in flags:
         yield "replay from the engine needs --enable-return-routed-experts"
-    if recording.picks and OPTION not in flags.get("--additional-config", ""):
-        yield f"replay.indexer = 'engine' needs --additional-config {json.dumps({OPTION: True})}, which our plugin reads"
+    if recording.picks and PICKS_OPTION not in flags.get("--additional-config", ""):
+        yield f"replay.indexer = 'engine' needs --additional-config {json.dumps({PICKS_OPTION: True})}, which our plugin reads"
     if recording.picks and any(flag.startswith("--speculative") for flag in flags):
         yield "speculative decoding: which of the drafted tokens' picks count is not known; use replay.indexer = 'off'"
     if records and "--no-enable-prefix-caching" in flags:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from glm5_next.launchers.engines.chosen_pools import chosen_pools, narrowest
+from glm5_next.launchers.engines.shared_words import PICKS_OPTION
 
-OPTION = "glm5_next_picks"  # a key of --additional-config
 INDEXER, SELECT = "SparseAttnIndexerKpool", "sparse_attn_indexer_kpool"  # a module, and what it calls by this name
 NEEDED = ("hidden_states", "k_cache_prefix", "topk_indices_buffer", "positions")  # of its arguments
 
@@ -44,7 +44,7 @@ class PoolsBeside:
 
     def __init__(self, max_num_batched_tokens: int, vllm_config: Any):
         super().__init__(max_num_batched_tokens=max_num_batched_tokens, vllm_config=vllm_config)  # type: ignore[call-arg]
-        self.records_picks = bool((vllm_config.additional_config or {}).get(OPTION))
+        self.records_picks = bool((vllm_config.additional_config or {}).get(PICKS_OPTION))
         self.longest = vllm_config.model_config.max_model_len
 
     def watch(self, model: torch.nn.Module) -> None:
@@ -52,7 +52,7 @@ class PoolsBeside:
         indexers: list[Any] = [module for module in model.modules() if type(module).__name__ == INDEXER]
         if not indexers:
             raise RuntimeError(
-                f"--additional-config {OPTION}: the model has no pooled indexer whose picks could be recorded"
+                f"--additional-config {PICKS_OPTION}: the model has no pooled indexer whose picks could be recorded"
             )
         home = sys.modules[type(indexers[0]).__module__]
         self.columns = {indexer.k_cache.prefix: column for column, indexer in enumerate(indexers)}

@@ -188,3 +188,23 @@ def test_plan_needs_no_torch():
     with mock.patch.dict("sys.modules", {"torch": None}):
         assert CliRunner().invoke(app, ["plan", "--gpus", "8", "--gpu-memory", "1000"]).exit_code == 0
     assert torch is not None
+
+
+def test_an_engine_on_the_same_card_is_counted(released):
+    """An embedded one stays; a colocated server wakes when nothing is trained, in place of the activations."""
+    alone, guest, small, large = (
+        rank_memories(released, Topology(world_size=8, tp=8, ep=8), Workload(tokens=32768, **engine))[0]
+        for engine in ({}, {"guest": GIB}, {"awake": GIB}, {"awake": 500 * GIB})
+    )
+    assert guest.total - alone.total == GIB and small.total == alone.total
+    assert large.total - alone.total == 500 * GIB - alone.activations - alone.transient
+
+
+def test_presets_with_an_engine_beside_the_trainer_plan_for_it():
+    found = {}
+    for name in ("slice-1x1", "slice-1x8-colocated", "slice-1x8"):
+        answer = json.loads(CliRunner().invoke(app, ["plan", "--preset", name, "--json"]).output)
+        found[name] = tuple(answer["bytes"][part] / GIB for part in ("guest", "awake"))
+    assert found["slice-1x1"] == (pytest.approx(17.8, abs=0.1), 0)  # 9.5 B parameters in bf16
+    assert found["slice-1x8-colocated"] == (0, pytest.approx(0.4 * 141e9 / GIB, abs=0.1))
+    assert found["slice-1x8"] == (0, 0)

@@ -91,7 +91,7 @@ class Vllm:
         buffer = torch.empty(64, KPOOL * SELECTED + KPOOL + 4, dtype=torch.int32)
         self.model = nn.ModuleList([nn.Linear(1, 1), *(SparseAttnIndexerKpool(layer, buffer) for layer in layers)])
         config = SimpleNamespace(
-            additional_config={vllm_picks.OPTION: True} if asked else {},
+            additional_config={vllm_picks.PICKS_OPTION: True} if asked else {},
             model_config=SimpleNamespace(max_model_len=LONGEST),
         )
         self.recorder = self.worker.RoutedExpertsCapturer(max_num_batched_tokens=64, vllm_config=config)
