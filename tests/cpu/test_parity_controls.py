@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-import megatron.core.transformer.moe.router as megatron_router
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
@@ -11,6 +10,7 @@ from glm5_next.bridge.reference import import_modeling
 from glm5_next.plugins import kernels
 from glm5_next.plugins.dsa import DsaAttention
 from glm5_next.plugins.kernels import naive
+from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.norm import StreamMeanNorm
 from tests.cpu.test_parity import CASES
 from tests.support.faults import Fault, edit, planted
@@ -29,31 +29,6 @@ from tests.support.parity import (
 from tests.support.tiny import relative_error
 
 MARGIN = 50  # times the bound that the undamaged model keeps
-
-
-def with_biased_weights(original: Callable) -> Callable:
-    def route(logits, topk, *, expert_bias, scaling_factor, **kwargs):
-        _, chosen = original(logits, topk, expert_bias=expert_bias, scaling_factor=scaling_factor, **kwargs)
-        scores = (logits.sigmoid() + expert_bias) * chosen
-        return scaling_factor * scores / scores.sum(-1, keepdim=True), chosen
-
-    return route
-
-
-def without_bias(original: Callable) -> Callable:
-    return lambda *args, expert_bias, **kwargs: original(*args, expert_bias=None, **kwargs)
-
-
-def without_scaling(original: Callable) -> Callable:
-    return lambda *args, scaling_factor, **kwargs: original(*args, scaling_factor=None, **kwargs)
-
-
-def with_detached_weights(original: Callable) -> Callable:
-    def route(*args, **kwargs):
-        weights, chosen = original(*args, **kwargs)
-        return weights.detach(), chosen
-
-    return route
 
 
 def with_reversed_taps(original: Callable) -> Callable:
@@ -83,7 +58,8 @@ def with_every_visible_token(original: Callable) -> Callable:
 
 
 CLAMP = "if (val := self.config.activation_func_clamp_value) is not None:"
-ROUTING = (megatron_router, "topk_routing_with_score_function")
+ROUTING = (Glm5NextRouter, "routing")
+BIASED = "torch.logit((logits.sigmoid() + self.expert_bias).clamp(1e-6, 1 - 1e-6))"
 WRONG_INDEXER = {
     "dense_attention_past_index_topk": Fault(naive, "expand_pools", with_every_visible_token),
     "tail_dropped": Fault(naive, "expand_pools", without_tail),
@@ -166,13 +142,24 @@ WRONG_LOGITS = {
         Fault(naive, "sparse_attention", with_scale_of_the_latent),
         "5_layers_1_dense",
     ),
-    "combine_weights_from_biased_scores": (Fault(*ROUTING, with_biased_weights), "5_layers_1_dense"),
-    "selection_bias_ignored": (Fault(*ROUTING, without_bias), "5_layers_1_dense"),
-    "no_routed_scaling": (Fault(*ROUTING, without_scaling), "5_layers_1_dense"),
+    "combine_weights_from_biased_scores": (
+        Fault(*ROUTING, edit("logits,\n        self.topk", f"{BIASED},\n        self.topk")),
+        "5_layers_1_dense",
+    ),
+    "selection_bias_ignored": (
+        Fault(*ROUTING, edit("(logits.sigmoid() + self.expert_bias)", "logits.sigmoid()")),
+        "5_layers_1_dense",
+    ),
+    "no_routed_scaling": (
+        Fault(*ROUTING, edit("scaling_factor=self.config.moe_router_topk_scaling_factor", "scaling_factor=None")),
+        "5_layers_1_dense",
+    ),
     **{name: (fault, "5_layers_1_dense_other_seed") for name, fault in WRONG_INDEXER.items()},
 }
 WRONG_GRADIENTS = {
-    "combine_weights_detached": Fault(*ROUTING, with_detached_weights),
+    "combine_weights_detached": Fault(
+        *ROUTING, edit("logits,\n        self.topk", "logits.detach(),\n        self.topk")
+    ),
     "post_coefficient_detached": Fault(naive, "mhc_merge", edit("post.unsqueeze(-1)", "post.detach().unsqueeze(-1)")),
     "mixing_matrix_detached": Fault(
         naive, "mhc_merge", edit("mix.transpose(-1, -2)", "mix.detach().transpose(-1, -2)")
