@@ -15,17 +15,20 @@ echo "== lint and types"
 ruff check .
 ruff format --check .
 bash scripts/dev_links.sh
-mypy
+types=$(mktemp) log=$(mktemp)
+mypy >"$types" 2>&1 & # beside the tests: it has one thread
+mypy=$!
+trap 'kill "$mypy" ${distributed:-} 2>/dev/null || true; rm -f "$types" "$log"' EXIT
 
 echo "== one process"
 failed=
 pytest --quiet "${selected[@]}" --numprocesses=2 --dist=loadfile tests/cpu || failed="$failed tests/cpu"
+wait "$mypy" || failed="$failed types"
+cat "$types"
 
 # Side by side: each spends much of its time on processes that start or wait for each other.
-log=$(mktemp)
 pytest --quiet "${selected[@]}" tests/distributed >"$log" 2>&1 &
 distributed=$!
-trap 'kill "$distributed" 2>/dev/null || true; rm -f "$log"' EXIT
 echo "== end to end (Ray, command line)"
 pytest --quiet "${selected[@]}" tests/e2e || failed="$failed tests/e2e"
 echo "== several processes (gloo)"

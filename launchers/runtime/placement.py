@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from glm5_next.launchers.failures import WorkerFailed
 from glm5_next.launchers.ray_settings import OBJECT_STORE_BYTES, existing_cluster
 
+STARTS = 3  # of Ray
 PLACEMENT_DEADLINE = 120.0  # seconds until all GPUs that the ranks need are free
 
 
@@ -32,10 +33,20 @@ def init_arguments(num_cpus: int) -> dict[str, Any]:
 
 
 def start_ray(num_cpus: int) -> None:
-    """Ray takes SIGTERM over; afterwards it is handled as before."""
+    """Ray takes SIGTERM over; afterwards it is handled as before.
+
+    Ray 2.60 gives its own daemons 30 seconds, which a busy machine exceeds: it then gets another try.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(**init_arguments(num_cpus))
+        for left in reversed(range(STARTS)):
+            try:
+                ray.init(**init_arguments(num_cpus))
+                return
+            except Exception as error:
+                if left == 0 or "timed out during startup" not in str(error):
+                    raise
+                ray.shutdown()
     finally:
         signal.signal(signal.SIGTERM, before)
 

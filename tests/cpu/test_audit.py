@@ -20,6 +20,7 @@ from tests.support import tiny  # noqa: F401 - installs the CPU runtime
 from tests.support.tiny import Case
 
 TOTALS = (38_770, 321_323_031_390)
+SPREAD = (preset_topology("16x8"), preset_topology("8x4"))  # the most ranks and the fewest
 FULL_SIZE = {preset_topology(name) for name, preset in PRESETS.items() if preset.cluster and preset.layers is None}
 
 
@@ -40,7 +41,9 @@ def last(config: Glm5NextConfig, topology: Topology) -> AuditReport:
 
 
 @pytest.mark.parametrize(
-    "topology", sorted(FULL_SIZE, key=str), ids=lambda t: f"tp{t.tp}pp{t.pp}ep{t.ep}x{t.world_size}"
+    "topology",
+    [pytest.param(each, marks=() if each in SPREAD else pytest.mark.long) for each in sorted(FULL_SIZE, key=str)],
+    ids=lambda t: f"tp{t.tp}pp{t.pp}ep{t.ep}x{t.world_size}",
 )
 def test_every_preset_holds_the_whole_released_model(released, topology):
     report = last(released, topology)

@@ -22,3 +22,27 @@ def test_a_run_is_local_unless_it_joins_a_ray(monkeypatch):
     assert placement.is_local()
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert not placement.is_local()
+
+
+SLOW = "The current node timed out during startup."
+
+
+@pytest.mark.parametrize(
+    ("failures", "text", "tries"), [(0, SLOW, 1), (2, SLOW, 3), (9, SLOW, 3), (9, "no such address", 1)]
+)
+def test_a_ray_that_is_slow_to_start_gets_another_try(monkeypatch, failures, text, tries):
+    calls = []
+
+    def init(**arguments):
+        calls.append("init")
+        if len(calls) - calls.count("shutdown") <= failures:
+            raise Exception(text)  # noqa: TRY002 - as Ray does
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    monkeypatch.setattr(placement.ray, "shutdown", lambda: calls.append("shutdown"))
+    if failures >= tries:
+        with pytest.raises(Exception, match=text):
+            placement.start_ray(1)
+    else:
+        placement.start_ray(1)
+    assert calls.count("init") == tries and calls.count("shutdown") == min(failures, tries - 1)

@@ -14,6 +14,7 @@ from tests.e2e.conftest import (
     wait_for_steps,
 )
 
+DATA_PARALLEL = pytest.param("data_parallel", marks=pytest.mark.long)
 ENDLESS = ("train.steps=1000", "train.checkpoint_every=2", "optimizer.schedule=constant")
 
 
@@ -83,13 +84,13 @@ def bf16(workplace: Workplace, stopped_early: Ended) -> Ended:
         return end_of(run, run_dir)
 
 
-@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", "data_parallel"])
+@pytest.mark.parametrize("layout", ["tensor_parallel", "pipeline_parallel", DATA_PARALLEL])
 def test_engine_and_trainer_agree_before_the_first_update(layout: str, request: pytest.FixtureRequest):
     first = request.getfixturevalue(layout).records[0]
     assert first["start_mismatch_kl_mean"] <= 1e-8 and first["start_mismatch_tokens"] >= 16
 
 
-@pytest.mark.parametrize("layout", ["pipeline_parallel", "data_parallel"])
+@pytest.mark.parametrize("layout", ["pipeline_parallel", DATA_PARALLEL])
 def test_the_first_step_does_not_depend_on_the_layout(
     layout: str, tensor_parallel: Ended, request: pytest.FixtureRequest
 ):
@@ -136,6 +137,7 @@ def test_a_killed_engine_is_named(bf16: Ended):
     expect_failure(bf16, "engine 0 died during ")
 
 
+@pytest.mark.long
 def test_sigterm_is_a_first_ctrl_c(data_parallel: Ended):
     assert data_parallel.code == 130
     newest = data_parallel.checkpoint
