@@ -31,7 +31,7 @@ pytest --quiet "${selected[@]}" tests/distributed >"$log" 2>&1 &
 distributed=$!
 echo "== end to end (Ray, command line)"
 pytest --quiet "${selected[@]}" tests/e2e || failed="$failed tests/e2e"
-echo "== several processes (gloo)"
+echo "== several processes (gloo, nodes of Ray)"
 wait "$distributed" || failed="$failed tests/distributed"
 cat "$log"
 if [ -n "$failed" ]; then
