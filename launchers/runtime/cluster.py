@@ -34,6 +34,7 @@ from glm5_next.launchers.runtime.placement import (
     shared_ranks,
     start_ray,
     trainer_options,
+    unused_gpus,
 )
 from glm5_next.launchers.runtime.reaper import Reaper
 from glm5_next.plugins.config import Glm5NextConfig
@@ -57,6 +58,7 @@ class Cluster:
     def __init__(self, run: RunConfig, run_dir: Path, model: Glm5NextConfig):
         self.run, self.run_dir = run, run_dir
         self.version = 0
+        self.unused_gpus = 0
         self.trainers: dict[str, Any] = {}
         self.engines: dict[str, Any] = {}
         self.process_ids: dict[str, int] = {}
@@ -158,6 +160,7 @@ class Cluster:
         embedded = run.rollout.num_engines if self.servers is None else 0
         guests = run.rollout.num_engines if self.colocated else embedded
         places = trainer_options(run.parallel.ranks, guests)
+        self.unused_gpus = unused_gpus(places)
         hosts = [rank % len(places) for rank in range(embedded)]  # the ranks whose GPUs the embedded engines share
         self.trainers = {f"trainer rank {rank}": new_actor(TrainerRank, **place) for rank, place in enumerate(places)}
         self.engines = {

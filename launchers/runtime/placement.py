@@ -108,6 +108,12 @@ def trainer_options(ranks: int, guests: int = 0, deadline: float = PLACEMENT_DEA
     ]
 
 
+def unused_gpus(places: Sequence[dict[str, Any]]) -> int:
+    """GPUs that are there while all ranks are on CPUs because there are too few for all."""
+    on_gpus = any("num_gpus" in place for place in places)
+    return 0 if on_gpus else int(ray.cluster_resources().get("GPU", 0))
+
+
 def guest_options(host: dict[str, Any]) -> dict[str, Any]:
     """Ray options of an engine that shares the GPU of the trainer rank with these options: the same place, and no GPU of
     its own in Ray's books."""

@@ -129,6 +129,11 @@ def _train(controller: Controller, checkpoint: Path | None, stop: StopRequest, c
             cluster = stack.enter_context(controller.cluster)
         processes = ", ".join(f"{name} is {number}" for name, number in cluster.process_ids.items())
         console.print(f"started in {time.monotonic() - started:.0f} seconds; processes: {processes}")
+        if cluster.unused_gpus:
+            console.print(
+                f"on CPUs: parallel.ranks is {run.parallel.ranks} and Ray has {cluster.unused_gpus} GPU(s), which stay unused "
+                "(preset tiny-gpu trains on one)"
+            )
         _print_backends(cluster.train("backends")[0], console)
         if checkpoint is not None:
             cluster.train("load", checkpoint)

@@ -24,6 +24,12 @@ def test_a_run_is_local_unless_it_joins_a_ray(monkeypatch):
     assert not placement.is_local()
 
 
+@pytest.mark.parametrize(("places", "unused"), [([{}, {}], 1), ([{"num_gpus": 1}], 0)])
+def test_gpus_that_stay_unused_are_counted(monkeypatch, places, unused):
+    monkeypatch.setattr(placement.ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
+    assert placement.unused_gpus(places) == unused
+
+
 SLOW = "The current node timed out during startup."
 
 
