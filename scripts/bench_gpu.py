@@ -139,8 +139,9 @@ def measure_operator(report: Report, case: Problem, name: str) -> None:
     plain = {key: x.detach() for key, x in case.tensors.items()}
     leaves = {key: x.detach().requires_grad_(x.is_floating_point() and case.trains) for key, x in plain.items()}
     with torch.set_grad_enabled(case.trains):
-        outputs = [out for out in case.call(function, leaves).values() if out.requires_grad]
-    grads = [torch.randn_like(out) for out in outputs]
+        outputs = list(case.call(function, leaves).values())
+    moved = sum(x.nbytes for x in (*plain.values(), *outputs))
+    grads = [torch.randn_like(out) for out in outputs if out.requires_grad]
     del outputs
 
     def both() -> None:
@@ -148,9 +149,6 @@ def measure_operator(report: Report, case: Problem, name: str) -> None:
         torch.autograd.grad(outputs, [x for x in leaves.values() if x.requires_grad], grads)
 
     row = report.measure(case.operator, name, lambda: case.call(function, plain), both if case.trains else None)
-    with torch.no_grad():
-        results = case.call(function, plain).values()
-    moved = sum(x.nbytes for x in (*plain.values(), *results))
     report.compare_with_card(row, moved, multiplications(case.operator, plain))
 
 
