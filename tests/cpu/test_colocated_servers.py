@@ -1,6 +1,6 @@
 """A run with servers on the trainer's GPUs: whoever computes has the memory, and a server in no known state is ended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,15 +127,21 @@ def test_a_server_whose_update_fails_is_ended_so_that_it_holds_no_memory_and_ano
     assert servers.world.awake == set(ALL) and servers.restarts == 1
 
 
-def test_a_fault_in_the_middle_of_an_update_leaves_no_server_awake_that_has_no_weights(servers):
-    failing = iter([{"engine 1"}])
+def sending(servers, *refusing: set[str]) -> Callable[[Order], Outcome]:
+    """Sends orders; in the first ones these servers refuse."""
+    failures = iter(refusing)
 
     def send(order: Order) -> Outcome:
-        servers.world.refuses = next(failing, set())
+        servers.world.refuses = next(failures, set())
         outcome = servers.send(order)
         servers.world.refuses = set()
         return outcome
 
+    return send
+
+
+def test_a_fault_in_the_middle_of_an_update_leaves_no_server_awake_that_has_no_weights(servers):
+    send = sending(servers, {"engine 1"})
     servers.publish(0, send)
     ready = [member.client.name for member in servers.fleet.ready]
     assert ready == ["engine 0"] and servers.world.awake == {"engine 0"}
@@ -192,19 +198,10 @@ def test_a_server_sees_the_gpus_of_its_ranks_and_vllm_reads_handles():
 
 
 def test_servers_that_all_fail_are_started_again_until_there_are_no_restarts_left(servers):
-    failures = iter([set(ALL)])
-
-    def send(order: Order) -> Outcome:
-        servers.world.refuses = next(failures, set())
-        outcome = servers.send(order)
-        servers.world.refuses = set()
-        return outcome
-
-    servers.publish(0, send)
+    servers.publish(0, sending(servers, set(ALL)))
     assert servers.world.awake == set(ALL) and servers.restarts == 2
-    failures = iter([set(ALL)])
     with pytest.raises(WorkerFailed, match="no engine is left to publish weights version 1 to"):
-        servers.publish(1, send)
+        servers.publish(1, sending(servers, set(ALL)))
     assert not servers.world.awake
 
 
