@@ -33,7 +33,8 @@ def train(
     preset: Annotated[
         str | None,
         typer.Option(
-            help="Named settings to start from: 'tiny' runs on any laptop, 'tiny-gpu' on one GPU, 'tiny-http' with rollout servers."
+            help="Named settings to start from: 'tiny' runs on any laptop, 'tiny-gpu' on one GPU, 'tiny-http' with rollout "
+            "servers."
         ),
     ] = None,
     config: Annotated[

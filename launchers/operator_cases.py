@@ -29,8 +29,9 @@ class Problem:
     """`call(function, tensors)` returns the named outputs; floating-point `tensors` are differentiated if `trains`.
 
     `roundings`: how many times a value is rounded to bf16 between the definition's inputs and a backend's results.
-    `cancelling`: results that are small differences of such values. `exact`: outputs that are fp32 from end to end. `sets`: outputs whose rows are sets of indices. `silent`: gradients
-    that are zero by definition, so that only rounding is left of them.
+    `cancelling`: results that are small differences of such values. `exact`: outputs that are fp32 from end to end.
+    `sets`: outputs whose rows are sets of indices. `silent`: gradients that are zero by definition, so that only
+    rounding is left of them.
     """
 
     operator: str

@@ -2,8 +2,8 @@
 
 `install()` is called explicitly, once per process, before a model is built; a run that uses a GPU never calls it.
 Everything that is replaced is in `REPLACEMENTS`, by name, with the reason; `tests/cpu/test_cpu_runtime.py` compares
-that list with what really changed. Packages for GPUs (`HIDDEN`) look absent afterwards. The maths is untouched: only devices, streams, type names and, where gloo refuses
-tensors of unequal size, the way two collectives are carried out.
+that list with what really changed. Packages for GPUs (`HIDDEN`) look absent afterwards. The maths is untouched: only
+devices, streams, type names and, where gloo refuses tensors of unequal size, the way two collectives are carried out.
 """
 
 import contextlib
