@@ -23,6 +23,7 @@ PACKED = (1, 63, 2052, 4000, 2076)
 # Two bf16 models of random weights; what separates them is rounding in four layers. Measured: 1.5e-4 and 0.97.
 MAX_KL, MIN_TOP1 = 1e-3, 0.9
 BEGINNING = 32  # tokens of a document, on which those before it would have the most influence
+ABOVE_ATTENTION = ("module.decoder.layers.3.mlp", "module.decoder.final", "module.output_layer")
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
@@ -86,8 +87,19 @@ def gradients(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tenso
     return loss.detach(), norms, peak
 
 
+def largest_of_kind(norms: dict[str, float], name: str) -> float:
+    """Over the layers."""
+    kind = name.split(".layers.")[1].split(".", 1)[1]
+    return max(norm for other, norm in norms.items() if other.endswith(kind))
+
+
 def test_recomputation_and_memory(slices):
-    """The same numbers, and no more memory than `plan` says."""
+    """The same numbers, and no more memory than `plan` says.
+
+    Sparse attention's backward pass sums with atomic additions, so what is below it differs between any two runs: measured
+    over six, with recomputation as without, 1e-3 of a weight's norm, 7e-2 for the scalars of hyper-connections, which are
+    sums over all tokens that cancel (the first, of equal streams, to nothing). All else is the same to the last bit.
+    """
     ours, config = slices[1].train(), slice_config()
     slices[0].to("cpu")
     torch.cuda.empty_cache()
@@ -103,12 +115,16 @@ def test_recomputation_and_memory(slices):
         planned = (memory.activations + memory.transient) / GIB
         print(f"recompute {recompute}: {found:.1f} GiB on top of weights and gradients, plan says {planned:.1f}")
         assert 0.5 * planned <= found <= 1.1 * planned
-    assert again.item() == pytest.approx(loss.item(), rel=1e-6)
-    assert norms.keys() == norms_again.keys() and len([norm for norm in norms.values() if norm > 0]) > 100
-    differences = {name: abs(norm - norms[name]) / max(norms[name], 1e-30) for name, norm in norms_again.items()}
-    worst = max(differences, key=lambda name: differences[name])
-    print(f"largest difference of a gradient's norm: {differences[worst]:.1e} of {worst}")
+    assert again.item() == loss.item()
+    assert norms.keys() == norms_again.keys()
+    exact = [name for name in norms if name.startswith(ABOVE_ATTENTION) and norms[name] > 0]
+    assert len(exact) > 500 and all(norms_again[name] == norms[name] for name in exact)
+    scales = {name: norm if ".alpha_" not in name else largest_of_kind(norms, name) for name, norm in norms.items()}
+    differences = {name: abs(norm - norms[name]) / max(scales[name], 1e-30) for name, norm in norms_again.items()}
+    for kind, bound in ((".alpha_", 0.3), ("", 4e-3)):
+        found = {name: error for name, error in differences.items() if kind in name and (kind or ".alpha_" not in name)}
+        worst = max(found, key=lambda name: found[name])
+        print(f"largest difference of a gradient's norm: {found[worst]:.1e} of {worst}")
+        assert found[worst] < bound
     total, total_again = (math.hypot(*each.values()) for each in (norms, norms_again))
-    assert total_again == pytest.approx(total, rel=1e-4)
-    # Sums over all tokens of numbers that cancel: rounding is large beside them.
-    assert all(error < (2e-2 if ".alpha_" in name else 2e-3) for name, error in differences.items()), worst
+    assert total_again == pytest.approx(total, rel=1e-5)
