@@ -27,6 +27,7 @@ from glm5_next.launchers.runtime.server_updates import ServerUpdates
 from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
+from glm5_next.plugins.expert_products import choose_expert_products
 from glm5_next.plugins.megatron_config import backend_settings, megatron_config
 from glm5_next.plugins.replay import RouteReplay
 
@@ -52,6 +53,7 @@ class Trainer:
             **backend_settings(run.model.transformer_impl, run.model.kernels, dtype=dtype, on_cpu=on_cpu),
             **(recompute if run.train.recompute == "full" else {}),
         )
+        self.expert_products = choose_expert_products(self.megatron, run.train.tokens_per_micro_batch)
         chunks = self._loaded_chunks()
         self.reference = self._loaded_chunks() if run.grpo.kl_coef > 0 else None
         self.chunks = wrap_ddp(chunks, self.megatron, distributed_optimizer=run.parallel.distributed_optimizer)
@@ -61,8 +63,9 @@ class Trainer:
         self.passes = 2 if run.train.recompute == "full" else 1  # of a row through every layer in a training step
 
     def backends(self) -> dict[str, str]:
-        """What computes: the implementation of the linear layers, and of every operator."""
-        return {"linear layers": self.megatron.transformer_impl, **self.megatron.kernels.chosen}
+        """What computes: the implementation of the linear layers, of the experts' products, and of every operator."""
+        linears = {"linear layers": self.megatron.transformer_impl, "experts": self.expert_products}
+        return linears | self.megatron.kernels.chosen
 
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step on a batch."""

@@ -118,7 +118,7 @@ def test_recomputation_and_memory(slices):
     assert again.item() == loss.item()
     assert norms.keys() == norms_again.keys()
     exact = [name for name in norms if name.startswith(ABOVE_ATTENTION) and norms[name] > 0]
-    assert len(exact) > 500 and all(norms_again[name] == norms[name] for name in exact)
+    assert len(exact) > 400 and all(norms_again[name] == norms[name] for name in exact)
     scales = {name: norm if ".alpha_" not in name else largest_of_kind(norms, name) for name, norm in norms.items()}
     differences = {name: abs(norm - norms[name]) / max(scales[name], 1e-30) for name, norm in norms_again.items()}
     for kind, bound in ((".alpha_", 0.3), ("", 4e-3)):

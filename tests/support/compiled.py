@@ -29,13 +29,17 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 @dataclass(frozen=True)
 class Compiled:
-    """Registers and bytes of stack per thread (a stack means spilled registers), bytes of shared memory per program."""
+    """Registers and bytes of stack per thread (a stack means spilled registers), bytes of shared memory per program.
+
+    overwritten: buffers that are filled again while a product of matrices may still read them (a race).
+    """
 
     name: str
     grid: tuple[int, ...]
     registers: int
     stack: int
     shared: int
+    overwritten: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -56,7 +60,7 @@ def _compile(kernel: JITFunction, args: tuple, grid: Any, kwargs: dict[str, Any]
     signature, constants, attributes = {}, {}, {}
     for number, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None:
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):  # as a launch has it
             signature[parameter.name], constants[(number,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[parameter.name], attributes[(number,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
@@ -68,7 +72,24 @@ def _compile(kernel: JITFunction, args: tuple, grid: Any, kwargs: dict[str, Any]
             signature[parameter.name] = "fp32"
     source = ASTSource(kernel, signature, constants, attributes)
     built = triton.compile(source, target=HOPPER, options=options)
-    return Compiled(kernel.__name__, tuple(grid), *_resources(built.asm["cubin"]), built.metadata.shared)
+    overwritten = tuple(_overwritten(built.asm["ttgir"], built.metadata.num_stages))
+    return Compiled(kernel.__name__, tuple(grid), *_resources(built.asm["cubin"]), built.metadata.shared, overwritten)
+
+
+def _overwritten(ttgir: str, stages: int) -> Iterator[str]:
+    """Operands of products that a loop leaves running while it loads `stages - 1` steps ahead, in fewer than `stages` buffers.
+
+    Triton 3.6 counts one buffer less for rows that are also read into registers, as if nothing else read them.
+    """
+    buffers = dict(re.findall(r"(%[\w]+) = ttg\.memdesc_index [^:]*: !ttg\.memdesc<(\d+)x", ttgir))
+    for name, source in re.findall(r"(%[\w]+) = ttg\.memdesc_(?:trans|subslice) (%[\w]+)", ttgir):
+        buffers[name] = buffers.get(source, stages)
+    for loop in re.findall(r"= scf\.for (.*?)scf\.yield", ttgir, flags=re.DOTALL):
+        waits = re.findall(r"warp_group_dot_wait [^\n]*pendings = (\d+)", loop)
+        if not waits or waits[-1] == "0":
+            continue
+        for operands in re.findall(r"warp_group_dot (%[\w#]+), (%[\w#]+), [^\n]*isAsync = true", loop):
+            yield from (name for name in operands if int(buffers.get(name, stages)) < stages)
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

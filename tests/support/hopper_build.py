@@ -5,6 +5,8 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from glm5_next.launchers.presets import RELEASED_CONFIG
@@ -65,12 +67,12 @@ def attention() -> None:
         indexer_triton.used_slots(indexer_triton.expand_pools(pools, documents, kpool))
 
 
-def hyper_connections() -> None:
+def hyper_connections(tokens: int) -> None:
     n, hidden = MODEL.num_streams, MODEL.hidden_size
     outputs = n * (n + 2)
     scales = tuple(empty(1, dtype=torch.float32) for _ in range(3))
     site = mhc_triton.mhc_site(
-        empty(TOKENS, n * hidden),
+        empty(tokens, n * hidden),
         empty(outputs, n * hidden, dtype=torch.float32),
         empty(outputs, dtype=torch.float32),
         scales,  # type: ignore[arg-type]
@@ -80,16 +82,33 @@ def hyper_connections() -> None:
         iterations=MODEL.sinkhorn_iterations,
     )
     backward(site)
-    post, mix = (empty(TOKENS, *size, dtype=torch.float32) for size in ((n,), (n, n)))
-    backward(mhc_triton.mhc_merge(empty(TOKENS, n * hidden), empty(TOKENS, hidden), post, mix))
+    post, mix = (empty(tokens, *size, dtype=torch.float32) for size in ((n,), (n, n)))
+    backward(mhc_triton.mhc_merge(empty(tokens, n * hidden), empty(tokens, hidden), post, mix))
+
+
+@triton.jit
+def squares_beside_a_product(x, w, out, BLOCK: tl.constexpr):
+    """What `mhc_site_kernels.site_products` must not be: rows from shared memory both multiplied and squared."""
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    squares, total = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, 1024, BLOCK):
+        a = tl.load(x + row * 1024 + start + column)
+        total = tl.dot(a, tl.trans(tl.load(w + row * 1024 + start + column)), total)
+        squares += a.to(tl.float32) * a.to(tl.float32)
+    tl.store(out + row * BLOCK + column, total + squares)
 
 
 def main() -> None:
     with compiling() as found:
         norms_and_activations()
         attention()
-        hyper_connections()
-    print(json.dumps([asdict(kernel) for kernel in found]))
+        hyper_connections(TOKENS)
+    with compiling():  # of one token, which Triton takes for a constant
+        hyper_connections(1)
+    with compiling() as wrong:
+        x, w = empty(64, 1024), empty(64, 1024)
+        squares_beside_a_product[(1,)](x, w, empty(64, 64, dtype=torch.float32), 64, num_warps=4, num_stages=3)
+    print(json.dumps({"kernels": [asdict(kernel) for kernel in found], "wrong": [asdict(kernel) for kernel in wrong]}))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ from glm5_next.bridge.reference import disk_views
 from glm5_next.launchers.presets import RELEASED_CONFIG
 from glm5_next.plugins.chunks import build_chunks
 from glm5_next.plugins.config import Glm5NextConfig
+from glm5_next.plugins.expert_products import choose_expert_products
 from glm5_next.plugins.megatron_config import TRANSFORMER_ENGINE, megatron_config
 from glm5_next.plugins.packed_row import packed_row
 from glm5_next.plugins.topology import Topology
 from tests.support import tiny
 
+ROW = 8192  # tokens, the default of a training run
 LAYERS = 4  # three KDA layers with dense MLPs, a DSA layer with all experts
 NO_VISION = {"depth": 1, "hidden_size": 8, "num_heads": 1, "intermediate_size": 8, "projection_intermediate_size": 8}
 LAYER_LISTS = ("layer_types", "mlp_layer_types", "indexer_types")
@@ -51,7 +53,9 @@ def our_slice(reference: torch.nn.Module, **overrides: Any) -> torch.nn.Module:
     """Our model with Transformer Engine's linear layers, behind Megatron's cast module."""
     tiny.start_single_process()
     settings = {"transformer_impl": TRANSFORMER_ENGINE, "perform_initialization": False} | overrides
-    (chunk,) = build_chunks(megatron_config(slice_config(), Topology(), dtype=torch.bfloat16, on_cpu=False, **settings))
+    config = megatron_config(slice_config(), Topology(), dtype=torch.bfloat16, on_cpu=False, **settings)
+    choose_expert_products(config, ROW)
+    (chunk,) = build_chunks(config)
     tiny.copy_weights([chunk], slice_config(), disk_views(reference))
     return chunk
 
