@@ -37,6 +37,9 @@ UNSUPPORTED = {
     "softmax_scale": None,
 }
 
+# Fields beside the checkpoint's that training may choose.
+CHOICES = ("moe_router_bias_update_rate", "moe_token_dispatcher_type", "mtp_num_layers")
+
 # What `recompute_granularity="selective"` can name: hyper-connections, the cores of both attention kinds (convolution,
 # recurrence and output norm; sparse attention), dense MLPs, whole MoE layers, shared experts.
 OWN_RECOMPUTE_MODULES = ("mhc",)
@@ -157,14 +160,18 @@ def megatron_config(
 
     `dtype` is torch.float32 or torch.bfloat16; tensors that the model keeps in fp32 are so in both. `overrides` are
     Megatron fields (recompute, finalisation hooks; `mtp_num_layers` builds the multi-token-prediction layers, on the last
-    pipeline stage). Raises ValueError for what does not fit.
+    pipeline stage), none of which changes the architecture. Raises ValueError for what does not fit.
     """
     topology.check_model(model)
     unknown = set(overrides) - {field.name for field in fields(Glm5NextTransformerConfig)}
     if unknown:
         raise ValueError(f"Megatron-Core's configuration has no field named {sorted(unknown)}")
+    architecture = _architecture(model)
+    for name, value in overrides.items():
+        if name not in (*CHOICES, *UNSUPPORTED) and value != architecture.get(name, value):
+            raise ValueError(f"{name}={value!r} would be another model: the checkpoint has {architecture[name]!r}")
     num_mtp = overrides.get("mtp_num_layers") or 0
-    settings = {**_architecture(model), **_parallelism(model, topology, num_mtp), **_numerics(dtype, on_cpu)}
+    settings = {**architecture, **_parallelism(model, topology, num_mtp), **_numerics(dtype, on_cpu)}
     if overrides.get("transformer_impl") == TRANSFORMER_ENGINE:
         if not installed("transformer_engine"):
             raise ValueError(

@@ -47,14 +47,10 @@ class Collected:
         self.rollout_logprobs.append(rollout.float().cpu().numpy())
 
 
-def train_step(
-    chunks: Sequence[DistributedDataParallel],
-    optimizer: MegatronOptimizer,
-    scheduler: OptimizerParamScheduler,
-    rows: Sequence[Row],
-    grpo: GrpoSection,
-) -> tuple[Collected, float, float]:
-    """Forward and backward of every row, then one update. Returns what was collected, gradient norm and learning rate.
+def accumulate_gradients(
+    chunks: Sequence[DistributedDataParallel], rows: Sequence[Row], grpo: GrpoSection
+) -> Collected:
+    """Forward and backward of every row.
 
     All ranks of a replica get the same rows, all replicas the same number. Raises RuntimeError for gradients that were
     not reset or are not finite.
@@ -63,12 +59,19 @@ def train_step(
     collected = Collected()
     with _finite_gradients():
         _run_schedule(chunks, rows, partial(_grpo_loss, grpo, collected), forward_only=False)
+    return collected
+
+
+def update_weights(
+    chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer, scheduler: OptimizerParamScheduler
+) -> tuple[float, float]:
+    """One update from the gradients there are. Returns their norm and the learning rate."""
     learning_rate = optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = optimizer.step()
     assert updated, "the optimizer refused the step"
     scheduler.step(increment=1)
     reset_gradients(chunks, optimizer)
-    return collected, float(grad_norm), learning_rate
+    return float(grad_norm), learning_rate
 
 
 @contextmanager

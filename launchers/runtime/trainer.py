@@ -24,7 +24,7 @@ from glm5_next.launchers.runtime.megatron import build_optimizer, start_ranks
 from glm5_next.launchers.runtime.rank_replay import RankReplay
 from glm5_next.launchers.runtime.replay_probe import Sightings
 from glm5_next.launchers.runtime.server_updates import ServerUpdates
-from glm5_next.launchers.runtime.train_step import Row, score_rows, train_step
+from glm5_next.launchers.runtime.train_step import Row, accumulate_gradients, score_rows, update_weights
 from glm5_next.launchers.runtime.weight_sync import WeightSink, publish
 from glm5_next.plugins.chunks import build_chunks, wrap_ddp
 from glm5_next.plugins.expert_products import choose_expert_products
@@ -68,10 +68,11 @@ class Trainer:
         return linears | self.megatron.kernels.chosen
 
     def train(self, batch: Batch) -> StepReport:
-        """One optimizer step on a batch."""
+        """One optimizer step on a batch. Nothing is updated unless every record was read as often as planned."""
         rows = self._rows(batch)
-        collected, grad_norm, lr = train_step(self.chunks, self.optimizer, self.scheduler, rows, self.run.grpo)
+        collected = accumulate_gradients(self.chunks, rows, self.run.grpo)
         reads = self.replay.check(rows, passes=self.passes)
+        grad_norm, lr = update_weights(self.chunks, self.optimizer, self.scheduler)
         same, total = self._expert_overlap(rows)
         return StepReport(
             speaks=self._speaks,

@@ -10,7 +10,13 @@ import torch.nn.functional as F
 
 from glm5_next.plugins import megatron_config as megatron_config_module
 from glm5_next.plugins.config import Glm5NextConfig
-from glm5_next.plugins.megatron_config import UNSUPPORTED, Glm5NextTransformerConfig, check_supported, megatron_config
+from glm5_next.plugins.megatron_config import (
+    CHOICES,
+    UNSUPPORTED,
+    Glm5NextTransformerConfig,
+    check_supported,
+    megatron_config,
+)
 from glm5_next.plugins.topology import Topology
 from tests.cpu.test_model_config import RELEASED
 from tests.support.parity import models
@@ -64,6 +70,16 @@ def test_unsupported_value_is_refused_by_name(field):
 @pytest.mark.parametrize("field", sorted(UNSUPPORTED.keys() - {"overlap_moe_expert_parallel_comm"}))
 def test_unsupported_override_stops_the_construction(field):
     assert f"{field}={OTHER_VALUES[field]!r} is not supported" in refusal(**{field: OTHER_VALUES[field]})
+
+
+@pytest.mark.parametrize("field", sorted(megatron_config_module._architecture(MODEL).keys() - {*CHOICES, *UNSUPPORTED}))
+def test_what_the_checkpoint_decides_cannot_be_overridden(field):
+    assert f"{field}='another' would be another model: the checkpoint has " in refusal(**{field: "another"})
+    assert getattr(build(**{field: megatron_config_module._architecture(MODEL)[field]}), field) is not None
+
+
+def test_what_training_decides_can():
+    assert build(moe_router_bias_update_rate=1e-3).moe_router_bias_update_rate == 1e-3
 
 
 def test_selective_recompute_of_what_our_layers_do_not_have_is_refused_and_full_recompute_is_not():

@@ -25,7 +25,7 @@ from glm5_next.plugins.layer import HyperTransformerLayer
 from glm5_next.plugins.replay import PickReplay
 from tests.support.faults import Fault, edit, planted
 from tests.support.ranks import run_ranks
-from tests.support.replay import plan_of
+from tests.support.replay import plan_of, reads_nothing
 from tests.support.training import batch, settings
 
 PROMPT = np.arange(5, 15, dtype=np.int32)
@@ -46,12 +46,6 @@ def lost(completion: Any) -> Any:
 
 def packs_nothing(original: Callable) -> Callable:
     return lambda *args, **options: replace(original(*args, **options), picks=None)
-
-
-def reads_nothing(original: Callable) -> Callable:
-    return lambda self, stream, row: (
-        None if stream == "routes" and self.layer_number == 3 else original(self, stream, row)
-    )
 
 
 def drops(original: Callable) -> Callable:

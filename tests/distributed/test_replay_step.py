@@ -19,11 +19,12 @@ from glm5_next.bridge.tiny_checkpoint import write_tiny_checkpoint
 from glm5_next.launchers.runtime import train_step
 from glm5_next.launchers.runtime.trainer import Trainer
 from glm5_next.plugins.dsa import SparseCoreAttention
+from glm5_next.plugins.layer import HyperTransformerLayer
 from glm5_next.plugins.moe import Glm5NextRouter
 from glm5_next.plugins.pick_coding import encode_picks
 from glm5_next.plugins.replay import PickReplay, RouteReplay
 from tests.support.faults import Fault, edit
-from tests.support.replay import KPOOL, picks_of, pools_of
+from tests.support.replay import KPOOL, picks_of, pools_of, reads_nothing
 from tests.support.training import batch, on_trainers, samples, settings, total, unequal_updates, weights_of
 
 LAYERS, EXPERTS = 4, 8
@@ -180,6 +181,23 @@ def test_overlap_counts_the_slots_of_all_recorded_tokens_once(layout):
         assert report.experts_total == recorded_slots
         # Made-up routes agree with live ones about by chance: two of eight experts.
         assert 0.1 < report.experts_same / recorded_slots < 0.4
+
+
+def refused_step(trainer: Trainer, update) -> tuple[str, list[str]]:
+    """What is said of a step, and the tensors that it changed."""
+    with pytest.raises(RuntimeError) as caught:
+        trainer.train(update)
+    changed = [
+        name for name, tensor in weights_of(trainer).items() if not torch.equal(tensor, trainer.source.read(name))
+    ]
+    return str(caught.value), changed
+
+
+def test_a_record_that_a_layer_did_not_read_stops_the_step_before_the_update(source):
+    fault = Fault(HyperTransformerLayer, "_record", reads_nothing)
+    message, changed = on_trainers(replaying(source), refused_step, batch(replaying(source), SAMPLES), fault=fault)[0]
+    assert "routes: reads of the record by layer, (found, planned): {2: (0, 1)}" in message
+    assert not changed
 
 
 def with_another_expert(samples_, sample: int, token: int, layer: int):

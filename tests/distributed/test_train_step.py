@@ -155,9 +155,8 @@ class Cut:
         trainer = self.trainer
         load_weights(trainer.chunks, trainer.source)
         with mock.patch.object(train_step, "reset_gradients", self._keep_and_reset):
-            collected, norm, _ = train_step.train_step(
-                trainer.chunks, trainer.optimizer, trainer.scheduler, rows, trainer.run.grpo
-            )
+            collected = train_step.accumulate_gradients(trainer.chunks, rows, trainer.run.grpo)
+            norm, _ = train_step.update_weights(trainer.chunks, trainer.optimizer, trainer.scheduler)
         return collected.sums["loss"], norm, self.gradients
 
     def _keep_and_reset(self, chunks, optimizer) -> None:

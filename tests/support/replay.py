@@ -1,5 +1,6 @@
 """Made-up records: experts and pools that say which token and layer they belong to."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,3 +34,10 @@ def picks_of(tokens: np.ndarray, layers: tuple[int, ...] = (3,)) -> PickRecord:
     """The record an engine would send for tokens that were fed to it."""
     pools = np.stack([pools_of(tokens, layer) for layer in layers], axis=1)
     return encode_picks(pools, layers=layers, kpool=KPOOL, name="made up")
+
+
+def reads_nothing(original: Callable) -> Callable:
+    """`HyperTransformerLayer._record` of a layer that ignores the routes of its rows."""
+    return lambda self, stream, row: (
+        None if stream == "routes" and self.layer_number == 3 else original(self, stream, row)
+    )
