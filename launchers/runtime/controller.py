@@ -6,70 +6,37 @@ between steps, so `RunState` always describes a whole number of steps.
 """
 
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from glm5_next.launchers.config import RunConfig
-from glm5_next.launchers.grpo import group_advantages, mismatch_stats
+from glm5_next.launchers.grpo import group_advantages
 from glm5_next.launchers.metrics import MetricsLog
 from glm5_next.launchers.packing import Scores, plan_step
 from glm5_next.launchers.phase_watch import unwatched
 from glm5_next.launchers.progress import Progress
 from glm5_next.launchers.replay_plan import ReplayPlan
 from glm5_next.launchers.run_state import RunState, step_seed
+from glm5_next.launchers.runtime.agreement import check_finite, check_probes, start_mismatch
 from glm5_next.launchers.runtime.batch import Batch, StepReport
 from glm5_next.launchers.runtime.checkpoint_folder import drop_old_checkpoints, step_folder
 from glm5_next.launchers.runtime.cluster import Cluster
+from glm5_next.launchers.runtime.loop_control import StopRequest, Timer
 from glm5_next.launchers.runtime.preflight import Inputs
 from glm5_next.launchers.runtime.replay_probe import probe_replay
 from glm5_next.launchers.runtime.rollout import Rollout, Sampler, encode, write_rollout
 from glm5_next.launchers.runtime.step_metrics import step_metrics
 from glm5_next.launchers.types import Group, Sample
 
-# Largest median |log-probability difference| of the probe after a weight sync: rounding of the run's precision.
 NUM_PROBES = 4
-PROBE_BOUND = {"fp32": 1e-4, "bf16": 0.1}
-
-
-class StopRequest:
-    """Ctrl-C, as the loop sees it: while `waits`, it is only noted, so that the step in progress is finished and saved."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self.waits = False
-
-    @contextmanager
-    def after_the_step(self) -> Iterator[None]:
-        self.waits = True
-        try:
-            yield
-        finally:
-            self.waits = False
-
-
-@dataclass(eq=False)
-class Timer:
-    """Seconds by phase; `watch` hears of every phase."""
-
-    watch: Callable[[str], AbstractContextManager[None]] = unwatched
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        start = time.monotonic()
-        with self.watch(name):
-            yield
-        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
 
 class Controller:
@@ -214,26 +181,12 @@ class Controller:
         return Batch(samples=samples, advantages=advantages, plan=plan)
 
     def _publish(self, probes: Sequence[Sample]) -> None:
-        """New weights to the engines, and the same tokens scored on both sides: derived copies escape checksums.
-
-        What an engine derives from stale weights shows in every probe; a near tie of the router, which rounding may
-        decide differently on the two sides, only in one of them. So the median over probes has to be small.
-        """
+        """New weights to the engines, and the same tokens scored on both sides: derived copies escape checksums."""
         ours = self._score(probes, replayed=False)
-        if not all(np.isfinite(scores).all() for scores in ours.values()):
-            raise RuntimeError(
-                f"the model's log-probabilities are not finite after this update; optimizer.lr = {self.run.optimizer.lr} "
-                "is too large, or the rewards are"
-            )
+        check_finite(ours, self.run.optimizer.lr)
         self.cluster.publish(self.state.weights_version)
-        for number, theirs in enumerate(self.cluster.score([probe.tokens for probe in probes])):
-            medians = [np.median(np.abs(ours[probe.sample_id] - other)) for probe, other in zip(probes, theirs)]
-            difference = float(np.median(medians))
-            if not difference <= PROBE_BOUND[self.run.model.precision]:
-                raise RuntimeError(
-                    f"engine {number} holds the new weights bit by bit but scores probes differently: median difference "
-                    f"{difference:.2e}; it computes with something derived from older weights"
-                )
+        theirs = self.cluster.score([probe.tokens for probe in probes])
+        check_probes([ours[probe.sample_id] for probe in probes], theirs, self.run.model.precision)
 
     def _saves_now(self) -> bool:
         every = self.run.train.checkpoint_every
@@ -261,21 +214,7 @@ class Controller:
         prompts = self.inputs.heldout or self.inputs.prompts.take(settings.prompts_per_step, 0)[0]
         groups = self.sampler.groups(prompts, settings.samples_per_prompt, seed, 0, "start", Rollout())
         samples = [sample for group in groups for sample in group.samples]
-        scores = self._score(samples, replayed=True)
-        ours, theirs = (
-            torch.from_numpy(np.concatenate(parts))
-            for parts in (
-                [scores[sample.sample_id][sample.prompt_length - 1 :] for sample in samples],
-                [sample.rollout_logprobs for sample in samples],
-            )
-        )
-        mismatch = mismatch_stats(ours, theirs, torch.ones_like(ours))
-        if not mismatch["mean"] <= self.run.train.max_start_mismatch_kl:
-            raise RuntimeError(
-                f"engine and trainer disagree before the first update: mean KL {mismatch['mean']:.2e} per token over "
-                f"{mismatch['tokens']:.0f} tokens, train.max_start_mismatch_kl is "
-                f"{self.run.train.max_start_mismatch_kl:.0e}; their weights or their maths differ"
-            )
+        mismatch = start_mismatch(samples, self._score(samples, replayed=True), self.run.train.max_start_mismatch_kl)
         values = {f"start_mismatch_kl_{name}": mismatch[name] for name in ("mean", "max")}
         values["start_mismatch_tokens"] = mismatch["tokens"]
         if self.inputs.heldout:

@@ -27,7 +27,8 @@ from glm5_next.launchers.run_report import results
 from glm5_next.launchers.run_state import RunState
 from glm5_next.launchers.runtime.checkpoint_folder import STATE_FILE, last_checkpoint
 from glm5_next.launchers.runtime.cluster import Cluster
-from glm5_next.launchers.runtime.controller import Controller, StopRequest
+from glm5_next.launchers.runtime.controller import Controller
+from glm5_next.launchers.runtime.loop_control import StopRequest
 from glm5_next.launchers.runtime.preflight import Inputs, check_inputs
 
 SETTINGS_FILE = "run.toml"
