@@ -15,11 +15,14 @@ def choose_expert_products(config: Glm5NextTransformerConfig, tokens: int) -> st
 
     cuBLAS takes one launch for each expert, which the host cannot queue fast enough for many small products. One H200,
     bf16, forward and backward, cuBLAS / CUTLASS: 288 experts with 227 rows each 1.7, 144 with 455 rows 1.0, 36 with 1820
-    rows 0.94, 18 with 3640 rows 0.90. A value of NVTE_USE_CUTLASS_GROUPED_GEMM that the user has set stays.
+    rows 0.94, 18 with 3640 rows 0.90. Only where every rank has all experts: Transformer Engine 2.20 takes CUTLASS's path
+    without looking whether there is a product at all, so a rank whose experts get no token would crash. A value of
+    NVTE_USE_CUTLASS_GROUPED_GEMM that the user has set stays.
     """
     if config.transformer_impl != TRANSFORMER_ENGINE:
         return "torch"
-    in_group = config.expert_model_parallel_size * (config.expert_tensor_parallel_size or 1)
-    choices = tokens * in_group // config.tensor_model_parallel_size * config.moe_router_topk
-    few = choices / config.num_moe_experts < FEW_ROWS and torch.cuda.get_device_capability() == (9, 0)
+    sharing = config.expert_tensor_parallel_size or 1
+    choices = tokens * sharing // config.tensor_model_parallel_size * config.moe_router_topk
+    few = config.expert_model_parallel_size == 1 and choices / config.num_moe_experts < FEW_ROWS
+    few = few and torch.cuda.get_device_capability() == (9, 0)
     return "CUTLASS" if os.environ.setdefault(SWITCH, str(int(few))) == "1" else "cuBLAS"

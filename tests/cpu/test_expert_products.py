@@ -32,10 +32,10 @@ def config(transformer_impl: str = TRANSFORMER_ENGINE, **sizes: int) -> Glm5Next
     ("tokens", "sizes", "name"),
     [
         (8192, {}, "CUTLASS"),
-        (8192, {"world_size": 2, "ep": 2}, "CUTLASS"),
-        (8192, {"world_size": 4, "ep": 4}, "cuBLAS"),
-        (8192, {"world_size": 8, "ep": 4, "tp": 2}, "CUTLASS"),  # each rank dispatches half of a row
-        (8192, {"world_size": 8, "ep": 4, "tp": 2, "etp": 2}, "cuBLAS"),
+        (16384, {}, "CUTLASS"),
+        (16384, {"world_size": 2, "tp": 2, "etp": 2}, "CUTLASS"),
+        (32768, {"world_size": 2, "tp": 2}, "CUTLASS"),  # each rank dispatches half of a row
+        (64, {"world_size": 2, "ep": 2}, "cuBLAS"),  # a rank's experts may get no token
         (32768, {}, "cuBLAS"),
     ],
 )
