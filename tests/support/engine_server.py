@@ -52,7 +52,13 @@ class Engine:
         self.faulty.faults[path] = fault
 
     def die(self) -> None:
-        """Every connection breaks, and no new one is taken."""
+        """Every connection breaks, and no new one is taken; those of the weight group too, as of a process that is gone.
+
+        Else rank 0's end of it, which has something to send, would keep the thread that frees it, and with it the
+        interpreter, until its deadline.
+        """
+        for ends in ("groups", "ends"):  # SGLang's protocol, vLLM's
+            getattr(self.faulty.protocol, ends, []).clear()
         self.server.shutdown()
         self.server.server_close()
         for connection in list(self.server.connections):
